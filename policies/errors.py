@@ -22,6 +22,7 @@
     │   ├── ModelLoading            not ready before the deadline; the load goes on
     │   ├── LoadFailed              the load failed; one cached cause during the cooldown
     │   ├── CapacityPinned          every resident model is pinned
+    │   ├── ModelDoesNotFit         larger than any device's whole budget
     │   ├── HostUnavailable         this host is draining, asleep or not ready: ask again elsewhere
     │   ├── HostLost                the host's process died
     │   └── StoreUnavailable        Redis is unreachable, full or read-only
@@ -182,6 +183,10 @@ class LoadFailed(Unavailable):
 
 class CapacityPinned(Unavailable):
     code = "capacity_pinned"
+
+
+class ModelDoesNotFit(Unavailable):
+    code = "does_not_fit"
 
 
 class HostUnavailable(Unavailable):

@@ -78,6 +78,7 @@ class HostView:
     ready_since: float  # seconds; meaningful while READY
     pinned: bool = False
     waiting: int = 0  # requests waiting for this model
+    tier: Tier = Tier.STANDARD  # of the tickets last placed on it; warm traffic is not seen here
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class DemandView:
     oldest_arrival: float  # seconds
     best_tier: Tier
     waiting: int
+    committed: bool = False  # room is already being made for it: it owns the next bytes freed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,51 @@
+"""Owns the memory of the KV pool: one storage, a view per layer, given back and taken again without moving a view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """KV geometry of one layer, as seen when the model was probed."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None = None  # tokens; None: attends to everything
+
+
+def bytes_per_token(layers: dict[int, LayerShape], dtype: torch.dtype) -> int:
+    """KV bytes that one token takes over all layers."""
+    width = sum(shape.kv_heads * (shape.head_dim + shape.value_dim) for shape in layers.values())
+    return width * dtype.itemsize
+
+
+class KVMemory:
+    """Keys and values of every slot; slot = block * block_size + offset.
+
+    ``keys[layer]`` has shape ``[slots, kv_heads, head_dim]`` and ``values[layer]`` ``[slots, kv_heads, value_dim]``.
+    """
+
+    def __init__(self, layers: dict[int, LayerShape], num_slots: int, dtype: torch.dtype, device: str) -> None:
+        self.num_slots = num_slots
+        self.nbytes = bytes_per_token(layers, dtype) * num_slots
+        self._flat = torch.empty(self.nbytes // dtype.itemsize, dtype=dtype, device=device)
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        offset = 0
+        for index, shape in layers.items():
+            for store, dim in ((self.keys, shape.head_dim), (self.values, shape.value_dim)):
+                size = num_slots * shape.kv_heads * dim
+                store[index] = self._flat[offset : offset + size].view(num_slots, shape.kv_heads, dim)
+                offset += size
+
+    def give_back(self) -> None:
+        """Free the memory; the views stay and must not be touched."""
+        self._flat.untyped_storage().resize_(0)
+
+    def take_again(self) -> None:
+        """Allocate the memory anew; its content is undefined."""
+        self._flat.untyped_storage().resize_(self.nbytes)

@@ -1,0 +1,85 @@
+"""Owns the one attention function registered with transformers.
+
+The model code calls it for every layer with rotated, unrepeated heads; it stores keys and values in the pool and attends
+over it. The state of the step travels in a ContextVar: some families drop custom keyword arguments, and a global would
+break two engines in one process.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from engine.attention import reference
+from engine.attention.kv import KVMemory, LayerShape
+from engine.attention.torch_blocks import Score, Span, attend
+
+NAME = "orchestrator_paged"
+
+
+@dataclass(slots=True)
+class StepState:
+    """What attention must know about the step being run."""
+
+    kv: KVMemory
+    spans: list[Span]
+    slots: torch.Tensor  # [T] where each row's key and value go
+
+
+@dataclass(slots=True)
+class Probe:
+    """Stands in for a step while the model is probed: plain causal attention, and a record of who called."""
+
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+    dispatches: dict[int, int] = field(default_factory=dict)
+
+
+current_step: ContextVar[StepState | Probe] = ContextVar("current_step")
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The hook (shapes: query ``[1, Hq, T, D]``, key and value ``[1, Hkv, T, D]`` → ``[1, T, Hq, Dv]``)."""
+    step = current_step.get()
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    score = Score(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
+    if isinstance(step, Probe):
+        return _probe(step, layer, query[0], key[0], value[0], score)[None], None
+    step.kv.keys[layer].index_copy_(0, step.slots, key[0].transpose(0, 1))
+    step.kv.values[layer].index_copy_(0, step.slots, value[0].transpose(0, 1))
+    return attend(query[0], step.kv, layer, step.spans, score)[None], None
+
+
+def _probe(
+    probe: Probe, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
+) -> torch.Tensor:
+    probe.layers[layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2], score.window)
+    probe.dispatches[layer] = probe.dispatches.get(layer, 0) + 1
+    out = reference.attend(
+        query,
+        key,
+        value,
+        start=0,
+        scale=score.scale,
+        window=score.window,
+        softcap=score.softcap,
+        sinks=score.sinks,
+    )
+    return out.transpose(0, 1)
+
+
+AttentionInterface.register(NAME, paged_attention)

@@ -1,0 +1,144 @@
+"""Owns paged attention on CPU tensors: one request at a time over its own blocks, never a dense T × ΣK mask.
+
+Sources: PagedAttention (vLLM, SOSP 2023) for the block tables; the merge of two partial softmaxes by their log-sum-exp is
+FlashAttention's / Flash-Decoding's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention import reference
+from engine.attention.kv import KVMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One request's part of a step: rows ``first..first+count-1`` are its tokens ``start..start+count-1``."""
+
+    first: int
+    count: int
+    start: int
+    slots: torch.Tensor | slice  # where its tokens 0..start+count-1 lie; a slice when its blocks adjoin
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by window, shared by the layers of a step
+
+    @property
+    def length(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How scores are formed in one layer."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+def attend(
+    query: torch.Tensor, kv: KVMemory, layer: int, spans: list[Span], score: Score
+) -> torch.Tensor:
+    """Attention of all rows of a step.
+
+    Args:
+        query: ``[Hq, T, D]``; keys and values of these rows are already in ``kv``.
+
+    Returns:
+        ``[T, Hq, Dv]``.
+    """
+    keys, values = kv.keys[layer], kv.values[layer]
+    out = query.new_empty(query.shape[1], query.shape[0], values.shape[2])
+    for span in spans:
+        rows = slice(span.first, span.first + span.count)
+        seen = _last(span, score.window)
+        key = keys[seen].transpose(0, 1)  # [Hkv, L, D]; a view when the blocks adjoin
+        value = values[seen].transpose(0, 1)
+        out[rows] = _attend_one(query[:, rows], key, value, span, score).transpose(0, 1)
+    return out
+
+
+def _last(span: Span, window: int | None) -> torch.Tensor | slice:
+    """The slots that any of this span's rows can see."""
+    if window is None or span.start + 1 <= window:
+        return span.slots
+    skip = span.start + 1 - window
+    if isinstance(span.slots, slice):
+        return slice(span.slots.start + skip, span.slots.stop)
+    return span.slots[skip:]
+
+
+def _attend_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score
+) -> torch.Tensor:
+    if score.softcap is not None or score.sinks is not None:  # SDPA can do neither
+        return _plain(query, key, value, span, score)
+    if span.count == 1:
+        return _decode(query, key, value, score.scale)
+    if score.window is not None and span.length > score.window:
+        return _windowed(query, key, value, span, score)
+    return _causal(query, key, value, span.start, score.scale)
+
+
+def _plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score
+) -> torch.Tensor:
+    skipped = span.length - key.shape[1]
+    return reference.attend(
+        query,
+        key,
+        value,
+        start=span.start - skipped,
+        scale=score.scale,
+        window=score.window,
+        softcap=score.softcap,
+        sinks=score.sinks,
+    )
+
+
+def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """One new token sees every key: the query heads of a group are rows against one KV head, no mask, no repeat."""
+    kv_heads = key.shape[0]
+    grouped = query.reshape(1, kv_heads, -1, query.shape[2])
+    out = F.scaled_dot_product_attention(grouped, key[None], value[None], scale=scale)
+    return out.reshape(query.shape[0], 1, value.shape[2])
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scale: float
+) -> torch.Tensor:
+    """Old keys without a mask, own keys causally, merged by log-sum-exp: no mask is ever made."""
+    own, own_lse = _flash(query, key[:, start:], value[:, start:], causal=True, scale=scale)
+    if start == 0:
+        return own
+    old, old_lse = _flash(query, key[:, :start], value[:, :start], causal=False, scale=scale)
+    total = torch.logaddexp(own_lse, old_lse)
+    return own * (own_lse - total).exp()[..., None] + old * (old_lse - total).exp()[..., None]
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query[None], key[None], value[None], 0.0, causal, scale=scale
+    )
+    return out[0], lse[0].to(out.dtype)
+
+
+def _windowed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score
+) -> torch.Tensor:
+    """A chunk that reaches beyond the window needs a mask: ``[T, T + window]`` at most, made once a step."""
+    assert score.window is not None
+    mask = span.masks.get(score.window)
+    if mask is None:
+        mask = reference.visible(span.start, span.count, key.shape[1], score.window, query.device)
+        span.masks[score.window] = mask
+    out = F.scaled_dot_product_attention(
+        query[None], key[None], value[None], attn_mask=mask, scale=score.scale, enable_gqa=True
+    )
+    return out[0]

@@ -1,0 +1,110 @@
+"""Owns the way from token ids to text that may be sent: no half characters, nothing of a stop string. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"  # what a tokenizer prints for bytes that are not (yet) a character
+LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens of a byte-level vocabulary
+PROMPT_TAIL = 6  # prompt tokens kept as context: some tokenizers strip the first token's leading space
+
+
+class Decoder(Protocol):
+    """The part of ``tokenizers.Tokenizer`` used here."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class IncrementalDecoder:
+    """Feeds on token ids, yields text as soon as its characters are whole.
+
+    Technique: two offsets into the ids; text is the difference of decoding with and without the new ids (as in
+    text-generation-inference and vLLM).
+    """
+
+    def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decoder = decoder
+        tail = list(prompt_token_ids[-PROMPT_TAIL:])
+        if self._text(tail).endswith(REPLACEMENT):
+            tail = []  # the prompt ends inside a character: it must not appear in our first piece
+        self._ids = tail
+        self._prefix = 0  # start of the context
+        self._read = len(tail)  # everything before was sent
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        pieces = []
+        for token in token_ids:
+            self._ids.append(token)
+            before = self._text(self._ids[self._prefix : self._read])
+            after = self._text(self._ids[self._prefix :])
+            unfinished = after.endswith(REPLACEMENT) and len(self._ids) - self._read < LONGEST_CHARACTER
+            if len(after) > len(before) and not unfinished:
+                pieces.append(after[len(before) :])
+                self._prefix, self._read = self._read, len(self._ids)
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        """The rest, whole or not."""
+        before = self._text(self._ids[self._prefix : self._read])
+        after = self._text(self._ids[self._prefix :])
+        self._prefix = self._read = len(self._ids)
+        return after[len(before) :]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._decoder.decode(ids, skip_special_tokens=True) if ids else ""
+
+
+@dataclass(slots=True)
+class StopStrings:
+    """Holds back text that may be the beginning of a stop string."""
+
+    stops: tuple[str, ...]
+    _held: str = field(default="", init=False)
+    hit: bool = field(default=False, init=False)
+
+    def feed(self, text: str) -> str:
+        """Text that is safe to send. After a hit: what came before the stop string, then nothing ever."""
+        if self.hit:
+            return ""
+        text = self._held + text
+        found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
+        if found:
+            self.hit, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back and turned out not to match; nothing after a hit."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of ``stop`` that ends ``text``."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+class TextStream:
+    """One generation's way out: decoder, then stop strings."""
+
+    def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int], stops: tuple[str, ...]) -> None:
+        self._decoder = IncrementalDecoder(decoder, prompt_token_ids)
+        self._stops = StopStrings(stops)
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return self._stops.feed(self._decoder.feed(token_ids))
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.hit
+
+    def finish(self) -> str:
+        """The last piece of a generation that ended without a stop string."""
+        return self._stops.feed(self._decoder.flush()) + self._stops.flush()

@@ -1,0 +1,166 @@
+"""Owns the way from a model directory to something that can run: guards, arena, measurements, KV pool, warm-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from engine import device as machine
+from engine.attention import paged
+from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
+from engine.context import Context
+from engine.protocol import EngineLimits, GenerationRequest, LoadReport, SamplingParams
+from engine.runner import Runner
+from engine.scheduler import Chunk
+from engine.weights import Weights
+from policies.errors import DoesNotFit, LoadFailed
+
+PROBE_TOKENS = 8
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole batch
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run."""
+
+    weights: Weights
+    runner: Runner
+    kv: KVMemory
+    limits: EngineLimits
+    eos_token_ids: frozenset[int]
+    vocabulary: int
+    report: LoadReport
+
+
+def load_model(
+    path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch.dtype, device: str
+) -> Loaded:
+    """Load, refuse what would be silently wrong, measure, and allocate what memory is left as KV pool.
+
+    KV bytes = memory_bytes − weights − activation peak of the largest step − process residual.
+    """
+    begin = time.monotonic()
+    residual = machine.held_bytes()
+    config = _read_config(path)
+    limits = _fit_window(config, limits)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=paged.NAME)
+    model.eval()
+    weights = Weights(model, path, device)
+    runner = Runner(model, device, limits.block_size)
+    layers = _probe(runner, config)
+    peak = _measure(runner, layers, limits, dtype, device)
+    spare = memory_bytes - weights.nbytes - weights.private_bytes - peak - residual
+    kv = _allocate(spare, layers, limits, dtype, device, _explain(memory_bytes, weights.nbytes, peak, residual))
+    _steps(runner, kv, limits)()  # touches the pool's first pages, and warms the shapes of decoding
+    report = LoadReport(
+        weight_bytes=weights.nbytes,
+        kv_bytes=kv.nbytes,
+        kv_capacity_tokens=kv.num_slots,
+        peak_bytes=peak,
+        residual_bytes=residual + weights.private_bytes,
+        fingerprint=weights.fingerprint,
+        seconds=time.monotonic() - begin,
+    )
+    return Loaded(weights, runner, kv, limits, _eos(path, config), config.vocab_size, report)
+
+
+def _read_config(path: Path) -> PretrainedConfig:
+    if not (path / "config.json").is_file():
+        raise LoadFailed(f"{path} has no config.json; it is not a model directory")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (ValueError, OSError, KeyError) as error:
+        raise LoadFailed(f"{path}: config.json is not usable: {error}") from error
+    rope = json.dumps(getattr(config, "rope_parameters", None) or {})
+    for kind in LENGTH_DEPENDENT_ROPE:
+        if f'"{kind}"' in rope:
+            raise LoadFailed(
+                f"{path.name}: {kind} rotary embedding makes one request depend on its neighbours' length; refused"
+            )
+    return config
+
+
+def _fit_window(config: PretrainedConfig, limits: EngineLimits) -> EngineLimits:
+    trained = getattr(config, "max_position_embeddings", limits.max_model_len)
+    return dataclasses.replace(limits, max_model_len=min(limits.max_model_len, trained))
+
+
+def _probe(runner: Runner, config: PretrainedConfig) -> dict[int, LayerShape]:
+    """Refuse a model whose layers do not all come through our attention: it would be silently wrong."""
+    probe = runner.probe([1] * PROBE_TOKENS)
+    wrong = [i for i in range(config.num_hidden_layers) if probe.dispatches.get(i) != 1]
+    if wrong:
+        raise LoadFailed(
+            f"{config.model_type}: layers {wrong} of {config.num_hidden_layers} do not dispatch to paged attention "
+            "exactly once; this model family is not supported"
+        )
+    return dict(sorted(probe.layers.items()))
+
+
+def _measure(
+    runner: Runner, layers: dict[int, LayerShape], limits: EngineLimits, dtype: torch.dtype, device: str
+) -> int:
+    """Threads for decoding, then the activation peak of the largest step."""
+    slots = -(-limits.step_tokens // limits.block_size) * limits.block_size
+    scratch = KVMemory(layers, slots, dtype, device)
+    rows = min(limits.max_running, limits.step_tokens)
+    decode = _run_chunks(runner, scratch, limits, [1] * min(4, rows))
+    if device == "cpu":
+        machine.choose_threads(decode)
+    per_context = max(1, limits.step_tokens // rows)
+    widest = _run_chunks(runner, scratch, limits, [per_context] * rows)
+    longest = _run_chunks(runner, scratch, limits, [limits.step_tokens])
+    return max(machine.peak_of(widest), machine.peak_of(longest))
+
+
+def _steps(runner: Runner, kv: KVMemory, limits: EngineLimits) -> Callable[[], None]:
+    def run() -> None:
+        for rows in {1, min(2, limits.max_running), min(8, limits.max_running)}:
+            _run_chunks(runner, kv, limits, [1] * rows)()
+
+    return run
+
+
+def _run_chunks(
+    runner: Runner, kv: KVMemory, limits: EngineLimits, counts: list[int]
+) -> Callable[[], object]:
+    """A step of made-up contexts; they share blocks, since only time and memory are of interest."""
+    blocks = kv.num_slots // limits.block_size
+    chunks = []
+    for count in counts:
+        request = GenerationRequest("warm", 0, (1,) * count, SamplingParams(1, 0), tenant="")
+        context = Context(request, b"", 0.0)
+        context.block_table = list(range(min(blocks, -(-count // limits.block_size))))
+        chunks.append(Chunk(context, 0, count))
+    return lambda: runner.run(chunks, kv)
+
+
+def _allocate(
+    spare: int, layers: dict[int, LayerShape], limits: EngineLimits, dtype: torch.dtype, device: str, why: str
+) -> KVMemory:
+    block_bytes = bytes_per_token(layers, dtype) * limits.block_size
+    wanted = limits.max_running * -(-limits.max_model_len // limits.block_size)
+    blocks = min(spare // block_bytes, wanted)
+    if blocks < 2:
+        raise DoesNotFit(f"{why} = {spare} bytes for KV; two blocks need {2 * block_bytes}. Raise memory_bytes")
+    return KVMemory(layers, blocks * limits.block_size, dtype, device)
+
+
+def _explain(memory: int, weights: int, peak: int, residual: int) -> str:
+    return f"memory_bytes {memory} − weights {weights} − activation peak {peak} − process {residual}"
+
+
+def _eos(path: Path, config: PretrainedConfig) -> frozenset[int]:
+    found: set[int] = set()
+    file = path / "generation_config.json"
+    generation = json.loads(file.read_text()) if file.is_file() else {}
+    for value in (generation.get("eos_token_id"), config.eos_token_id):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)

@@ -1,0 +1,157 @@
+"""Owns the words that cross the engine's door. Torch-free: gateways import it.
+
+Everything here is plain frozen data, so that it travels between processes and never aliases a live object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from policies.errors import OrchestratorError
+from policies.types import Tier
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one generation chooses its tokens.
+
+    ``temperature`` 0 is greedy. Noise is keyed on (seed, position), so a generation continued elsewhere from its token
+    ids draws the same noise.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One generation, from its first token or from tokens already delivered elsewhere.
+
+    ``delivered_token_ids`` are generated tokens the client already has: they are part of the context, count towards
+    ``max_tokens``, and are never emitted again.
+    """
+
+    request_id: str
+    generation: int  # attempt number; a late output of an earlier attempt is not applied to this one
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    tenant: str
+    tier: Tier = Tier.STANDARD
+    session: str | None = None
+    delivered_token_ids: tuple[int, ...] = ()
+    arrival: float = 0.0  # wall-clock seconds of the first arrival at a gateway; kept over every retry
+    deadline: float | None = None  # wall-clock seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one generation cost. Seconds are wall clock, tokens are counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was found in the prefix cache
+    recomputed_tokens: int  # tokens computed again after a preemption
+    queue_seconds: float  # from add() to the first scheduled chunk
+    prefill_seconds: float  # from there to the first token
+    decode_seconds: float  # from the first token to the last
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step produced for one generation.
+
+    ``text`` is what may be sent now: never half a character, never part of a stop string. Exactly one Output of a
+    generation has ``finish_reason`` or ``error``, and it is the last.
+    """
+
+    request_id: str
+    generation: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: OrchestratorError | None = None
+    usage: Usage | None = None
+
+    @property
+    def final(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The bounds that both the door and the scheduler obey."""
+
+    max_model_len: int  # tokens of prompt + answer
+    block_size: int = 16  # tokens
+    step_tokens: int = 256  # most tokens computed in one step
+    max_running: int = 16  # most generations in one step
+    max_waiting: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load (or a wake) measured."""
+
+    weight_bytes: int
+    kv_bytes: int
+    kv_capacity_tokens: int
+    peak_bytes: int  # activation peak of the largest step
+    residual_bytes: int  # what the process holds without weights and KV
+    fingerprint: str  # of the weights
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A cheap picture for metrics and ``orchestrator ps``. Counters only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    tenants_waiting: tuple[tuple[str, int], ...] = ()
+
+
+class Engine(Protocol):
+    """Inference for one model. Not thread-safe: one thread owns it (``engine.loop``)."""
+
+    limits: EngineLimits
+
+    def load(self) -> LoadReport:
+        """Read the weights, measure, allocate the KV pool, warm up."""
+
+    def add(self, request: GenerationRequest) -> None:
+        """Accept a generation; BadRequest or QueueFull when it cannot be."""
+
+    def cancel(self, request_id: str, generation: int, reason: str) -> bool:
+        """End a generation; its blocks are free when no step in flight can write them. False if unknown."""
+
+    def step(self) -> Sequence[Output]:
+        """Schedule → run → commit."""
+
+    def has_work(self) -> bool: ...
+
+    def sleep(self) -> None:
+        """Give weights and KV back. Only with no generation live."""
+
+    def wake(self) -> None:
+        """Copy the weights back. Raises, still asleep, when memory is short."""
+
+    def stats(self) -> EngineStats: ...
+
+    def check(self) -> None:
+        """Raise when the books do not balance."""

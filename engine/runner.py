@@ -1,0 +1,75 @@
+"""Owns the call of the model: from a step plan to logits. The only file that runs a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.attention.kv import KVMemory
+from engine.attention.paged import Probe, StepState, current_step
+from engine.attention.torch_blocks import Span
+from engine.scheduler import Chunk
+
+
+class Runner:
+    """Runs chunks of several contexts as one flat row of tokens ``[1, T]``."""
+
+    def __init__(self, model: torch.nn.Module, device: str, block_size: int) -> None:
+        self._model = model
+        self._device = device
+        self._block_size = block_size
+        self._offsets = torch.arange(block_size)
+
+    def probe(self, token_ids: Sequence[int]) -> Probe:
+        """One plain forward that records which layers call our attention, and their KV geometry."""
+        probe = Probe()
+        self._forward(probe, list(token_ids), list(range(len(token_ids))), [len(token_ids) - 1])
+        return probe
+
+    def run(self, chunks: Sequence[Chunk], kv: KVMemory) -> torch.Tensor:
+        """Logits ``[R, V]`` (float32) of the chunks that sample, in their order; KV of all chunks is written."""
+        spans, ids, positions, rows = [], [], [], []
+        for chunk in chunks:
+            end = chunk.start + chunk.count
+            spans.append(
+                Span(len(ids), chunk.count, chunk.start, self._slots(chunk.context.block_table, end))
+            )
+            ids += chunk.context.token_ids[chunk.start : end]
+            positions += range(chunk.start, end)
+            if chunk.samples:
+                rows.append(len(ids) - 1)
+        written = [self._written(span) for span in spans]
+        state = StepState(kv, spans, torch.cat(written).to(self._device))
+        return self._forward(state, ids, positions, rows)
+
+    def _forward(
+        self, state: StepState | Probe, ids: list[int], positions: list[int], rows: list[int]
+    ) -> torch.Tensor:
+        token = current_step.set(state)
+        try:
+            with torch.inference_mode():
+                out = self._model(
+                    input_ids=torch.tensor([ids], device=self._device),
+                    position_ids=torch.tensor([positions], device=self._device),
+                    use_cache=False,
+                    logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self._device),
+                )
+        finally:
+            current_step.reset(token)
+        return out.logits[0].float()
+
+    def _slots(self, table: Sequence[int], length: int) -> torch.Tensor | slice:
+        """Slots of tokens ``0..length-1``: a slice when the blocks adjoin, so that nothing is gathered."""
+        size = self._block_size
+        used = table[: -(-length // size)]
+        if used[-1] - used[0] == len(used) - 1 and all(b - a == 1 for a, b in zip(used, used[1:], strict=False)):
+            return slice(used[0] * size, used[0] * size + length)
+        slots = torch.tensor(used)[:, None] * size + self._offsets
+        return slots.view(-1)[:length]
+
+    @staticmethod
+    def _written(span: Span) -> torch.Tensor:
+        if isinstance(span.slots, slice):
+            return torch.arange(span.slots.start + span.start, span.slots.stop)
+        return span.slots[span.start :]

@@ -1,0 +1,252 @@
+"""Owns which tokens are computed in the next step, and who holds which blocks. Pure, deterministic, torch-free.
+
+There is no prefill or decode phase: each step gives every running context some of the tokens it still has to compute.
+That one rule covers chunked prefill, prefix hits and resuming after a preemption (vLLM v1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine import prefix
+from engine.blocks import BlockPool
+from engine.context import Context
+from engine.protocol import EngineLimits
+from policies.admission import estimate_blocks, may_admit
+from policies.errors import QueueFull, RequestTooLarge
+from policies.ordering import tier_then_arrival
+from policies.types import ContextState
+
+SAFETY_FACTOR = 1.2  # on the blocks a context is expected to need before it ends
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``start..start+count-1`` of a context, to be computed in one step."""
+
+    context: Context
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Does this chunk reach the context's end, so that a new token comes out of it?"""
+        return self.start + self.count == self.context.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step: int
+    chunks: tuple[Chunk, ...]
+    expired: tuple[Context, ...] = ()
+
+
+class Scheduler:
+    """Owns every live context's state and block table."""
+
+    def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.waiting: list[Context] = []
+        self.running: list[Context] = []
+        self.preemptions = 0
+        self._step = 0  # the last step scheduled
+        self._in_flight = False  # may the model be writing KV now?
+
+    @property
+    def capacity_tokens(self) -> int:
+        return len(self.pool) * self.limits.block_size
+
+    def contexts(self) -> Iterable[Context]:
+        return [*self.running, *self.waiting]
+
+    def add(self, context: Context) -> None:
+        """Queue a context. Refuses what could never run, by the bound that admission itself uses."""
+        limit = min(self.limits.max_model_len, self.capacity_tokens)
+        if context.max_token_limit > limit:
+            raise RequestTooLarge(
+                f"{len(context.request.prompt_token_ids)} prompt tokens + max_tokens "
+                f"{context.request.sampling.max_tokens} = {context.max_token_limit} tokens; at most {limit} can ever "
+                f"be held (window {self.limits.max_model_len}, KV pool {self.capacity_tokens} tokens)",
+                param="max_tokens",
+            )
+        if len(self.waiting) >= self.limits.max_waiting:
+            raise QueueFull(
+                f"{len(self.waiting)} generations are waiting for this engine (limit {self.limits.max_waiting})",
+                retry_after_seconds=1.0,
+            )
+        self.waiting.append(context)
+
+    def schedule(self, now: float, wall: float) -> StepPlan:
+        """Plan one step.
+
+        Args:
+            now: monotonic seconds, for the contexts' events.
+            wall: wall-clock seconds, for deadlines.
+        """
+        self._step += 1
+        expired = self._expire(now, wall)
+        self.running.sort(key=self._order)
+        decoding = sum(c.num_tokens - c.num_computed == 1 for c in self.running)
+        budget = max(1, self.limits.step_tokens - decoding)
+        chunks: list[Chunk] = []
+        position = 0
+        while position < len(self.running):  # preemption shortens the list from its end
+            context = self.running[position]
+            pending = context.num_tokens - context.num_computed
+            count = 1 if pending == 1 else min(pending, budget)
+            if count and self._make_room(context, count, now):
+                chunks.append(Chunk(context, context.num_computed, count))
+                budget -= count if pending > 1 else 0
+            position += context.state is ContextState.RUNNING
+        if len(chunks) == len(self.running):  # nobody is short of blocks or budget
+            self._admit(chunks, budget, now)
+        return StepPlan(self._step, tuple(chunks), expired)
+
+    def launched(self) -> None:
+        """The model may be writing the KV of the last planned step from now on: blocks freed now are fenced."""
+        self._in_flight = True
+
+    def computed(self, plan: StepPlan) -> None:
+        """The step's KV is written: advance its contexts, offer their full blocks to the cache, lift the fence."""
+        for chunk in plan.chunks:
+            context = chunk.context
+            if context.terminal:
+                continue
+            end = chunk.start + chunk.count
+            context.recomputed_tokens += max(0, min(end, context.max_computed) - chunk.start)
+            context.num_computed = end
+            context.max_computed = max(context.max_computed, end)
+            self._publish(context)
+        self._in_flight = False
+        self.pool.complete(plan.step)
+
+    def end(self, context: Context, state: ContextState, now: float, reason: str) -> None:
+        """Take a context out, in whatever state; its blocks are free once no step in flight can write them."""
+        if context.state is ContextState.RUNNING:
+            self.running.remove(context)
+        else:
+            self.waiting.remove(context)
+        context.move(state, now, reason)
+        if state is ContextState.FAILED:
+            self.pool.discard(b for b in context.block_table)
+        self._release(context)
+
+    def check(self) -> None:
+        """EngineError unless every block reference is explained by a live context."""
+        self.pool.check(c.block_table for c in self.contexts())
+
+    # -- blocks ----------------------------------------------------------------
+
+    def _make_room(self, context: Context, count: int, now: float) -> bool:
+        """Give ``context`` the blocks for ``count`` more tokens, preempting from the end of the order if need be."""
+        missing = self._blocks_missing(context, context.num_computed + count)
+        while missing > self.pool.num_free:
+            victim = self.running[-1]
+            self._preempt(victim, now, f"{missing} blocks missing, {self.pool.num_free} free")
+            if victim is context:
+                return False
+        context.block_table += self.pool.allocate(missing)
+        return True
+
+    def _preempt(self, context: Context, now: float, reason: str) -> None:
+        """Take the blocks away; the context waits, in its old place of the order, and recomputes."""
+        self.running.remove(context)
+        context.move(ContextState.PREEMPTED, now, reason)
+        context.preemptions += 1
+        self.preemptions += 1
+        self._release(context)
+        context.num_computed = context.num_published = 0
+        context.move(ContextState.WAITING, now, "recompute")
+        self.waiting.append(context)
+
+    def _release(self, context: Context) -> None:
+        self.pool.release(context.block_table, self._step)
+        context.block_table = []
+        if not self._in_flight:
+            self.pool.complete(self._step)
+
+    def _blocks_missing(self, context: Context, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_size) - len(context.block_table)
+
+    # -- admission -------------------------------------------------------------
+
+    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
+        self.waiting.sort(key=self._order)
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_running:
+            context = self.waiting[0]
+            hits = self._cached_blocks(context)
+            if not self._fits(context, hits):
+                break
+            self.waiting.pop(0)
+            self._start(context, hits, now)
+            count = min(context.num_tokens - context.num_computed, budget)
+            context.block_table += self.pool.allocate(
+                self._blocks_missing(context, context.num_computed + count)
+            )
+            chunks.append(Chunk(context, context.num_computed, count))
+            budget -= count
+
+    def _fits(self, context: Context, hits: Sequence[int]) -> bool:
+        size = self.limits.block_size
+        needed_now = -(-context.num_tokens // size) - len(hits)
+        expected = estimate_blocks(
+            context.num_tokens, context.remaining_tokens, size, SAFETY_FACTOR
+        ) - len(hits)
+        growth = sum(self._blocks_missing(c, c.num_tokens + 1) for c in self.running)
+        return may_admit(
+            free_blocks=self.pool.num_free - self.pool.free_among(hits),
+            needed_now=needed_now,
+            expected=expected,
+            running_growth=growth,
+            running=len(self.running),
+        )
+
+    def _start(self, context: Context, hits: Sequence[int], now: float) -> None:
+        self.pool.take(hits)
+        context.block_table = list(hits)
+        context.num_computed = len(hits) * self.limits.block_size
+        context.num_published = len(hits)
+        if context.cached_tokens is None:
+            context.cached_tokens = min(context.num_computed, len(context.request.prompt_token_ids))
+            context.max_computed = context.num_computed
+        if context.started is None:
+            context.started = now
+        context.move(ContextState.RUNNING, now, f"admitted with {context.num_computed} cached tokens")
+        self.running.append(context)
+
+    def _cached_blocks(self, context: Context) -> list[int]:
+        """Cached blocks of the longest prefix; at least one token is left to compute, else nothing is sampled."""
+        size = self.limits.block_size
+        self._extend_keys(context)
+        usable = (context.num_tokens - 1) // size
+        return self.pool.match(context.block_keys[:usable], context.token_ids, size)
+
+    def _extend_keys(self, context: Context) -> None:
+        size = self.limits.block_size
+        done = len(context.block_keys)
+        parent = context.block_keys[-1] if done else context.namespace
+        context.block_keys += prefix.chain(parent, context.token_ids[done * size :], size)
+
+    def _publish(self, context: Context) -> None:
+        size = self.limits.block_size
+        full = context.num_computed // size
+        if full > context.num_published:
+            self._extend_keys(context)
+            for index in range(context.num_published, full):
+                tokens = context.token_ids[index * size : (index + 1) * size]
+                self.pool.publish(context.block_table[index], context.block_keys[index], tokens)
+            context.num_published = full
+
+    # -- order -----------------------------------------------------------------
+
+    def _order(self, context: Context) -> tuple[float, float, int]:
+        request = context.request
+        return (*tier_then_arrival(request.tier, request.arrival), context.context_id)
+
+    def _expire(self, now: float, wall: float) -> tuple[Context, ...]:
+        late = [c for c in self.waiting if c.request.deadline is not None and wall > c.request.deadline]
+        for context in late:
+            self.end(context, ContextState.EXPIRED, now, "its deadline passed while waiting")
+        return tuple(late)

@@ -1,0 +1,137 @@
+"""Owns the plain data of the pool and the protocol through which its core acts on the world.
+
+Every effect is fire-and-forget: it must not block, and must not call the pool back before it returns. Its outcome comes
+later as an event of the pool. ``now``, ``at``, ``expires`` and ``last_used`` are seconds of one clock, the pool's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from policies.errors import OrchestratorError
+from policies.types import ModelState
+
+
+@dataclass(frozen=True, slots=True)
+class HostRef:
+    """One life of one engine host. A host that is started again has the same name and the next epoch."""
+
+    model: str
+    number: int
+    epoch: int
+
+    @property
+    def name(self) -> str:
+        return f"host:{self.model}:{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the pool must know of a configured model."""
+
+    name: str
+    memory_bytes: int  # device bytes of a resident host, its process residual included
+    residual_estimate_bytes: int = 0  # what its process keeps while asleep, until that is measured
+    pinned: bool = False  # never evicted for another model
+    load_timeout_seconds: float = 600.0  # for a load or a wake
+    max_waiting: int = 1000  # requests; more get QueueFull
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """What a host says about itself."""
+
+    state: ModelState
+    memory_bytes: int  # measured when ready, residual included
+    residual_bytes: int  # measured while asleep
+    in_flight: int = 0  # generations
+    last_used: float = 0.0
+    redeemed: tuple[str, ...] = ()  # tickets whose requests have arrived
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The answer to a ticket: go to this host before ``expires``."""
+
+    ticket_id: str
+    host: HostRef
+    expires: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingEntry:
+    host: HostRef
+    state: ModelState
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingTable:
+    """The READY hosts of each model. ``version`` counts up within one life of the controller."""
+
+    version: int
+    entries: Mapping[str, tuple[RoutingEntry, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEvent:
+    """One transition or decision, with the numbers it was made on."""
+
+    at: float
+    model: str
+    host: str
+    kind: str  # transition | decision | rejected | adopted | ignored | drift
+    old: ModelState
+    new: ModelState  # same as old unless kind is transition or adopted
+    reason: str
+    bytes: int  # held on the device after it
+    seconds: float  # spent in ``old``
+    waiting: int  # requests waiting for the model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One line of ``ps``."""
+
+    model: str
+    state: ModelState
+    memory_bytes: int  # held on the device now
+    residual_bytes: int
+    in_flight: int  # generations and tickets not yet redeemed
+    waiting: int
+    last_used: float
+    cause: str | None  # of the last failure, until it is ready again
+    host: str
+    epoch: int
+    device: str | None
+    since: float  # when it entered ``state``
+    pinned: bool
+    cooldown_until: float  # new requests are rejected until then
+
+
+class Effects(Protocol):
+    """What the core can do. The comment names the events that answer."""
+
+    def start_host(self, ref: HostRef, device: str) -> None:
+        """New process → on_warming, on_loaded | on_failed. After on_failed the pool asks for unload in any case."""
+
+    def drain(self, ref: HostRef, tickets: tuple[str, ...]) -> None:
+        """Finish what it has and these tickets (until they expire), refuse all else → on_drained."""
+
+    def sleep(self, ref: HostRef) -> None:
+        """Give the memory back, keep the process → on_slept | on_failed."""
+
+    def wake(self, ref: HostRef) -> None:
+        """→ on_woken | on_wake_failed (rolled back: asleep again)."""
+
+    def unload(self, ref: HostRef) -> None:
+        """End the process, if there still is one, and see its memory freed → on_unloaded. May be asked twice."""
+
+    def resolve(self, ticket_id: str, placement: Placement) -> None: ...
+
+    def reject(self, ticket_id: str, error: OrchestratorError) -> None: ...
+
+    def publish(self, table: RoutingTable) -> None: ...
+
+    def record(self, event: PoolEvent) -> None: ...

@@ -1,0 +1,71 @@
+"""Owns the mutable record of one configured model and its host, and the settings of the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from model_pool.effects import HostRef, ModelSpec
+from policies.errors import LoadFailed
+from policies.types import ModelState, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """Times and limits of the pool."""
+
+    min_resident_seconds: float = 30.0  # a ready host is not evicted earlier; limits sleeping, never waking
+    ticket_ttl_seconds: float = 10.0  # a placement must be redeemed within
+    cooldown_seconds: float = 5.0  # after the first failed load; doubles with each further one
+    cooldown_cap_seconds: float = 300.0
+    losses_limit: int = 3  # process deaths within the window that end in FAILED
+    losses_window_seconds: float = 300.0
+    aging_seconds: float = 30.0  # a waiting request moves up one tier each
+    retry_after_seconds: float = 2.0  # told to clients when nothing better is known
+    answer_timeout_seconds: float = 60.0  # sleep: then unload instead; unload: then ask again
+
+
+@dataclass(slots=True)
+class Slot:
+    """One model. Only Lifecycle changes its state."""
+
+    spec: ModelSpec
+    ref: HostRef
+    state: ModelState = ModelState.COLD
+    since: float = 0.0
+    device: str | None = None  # of the host, or of its last life
+    asked_at: float = 0.0  # when the effect it now waits for was asked
+
+    memory_bytes: int | None = None  # measured when it was last ready
+    residual_bytes: int = 0
+    in_flight: int = 0  # last report + tickets redeemed since
+    last_used: float = 0.0
+    ready_since: float = 0.0
+    tier: Tier = Tier.STANDARD  # of the ticket placed last
+
+    sleep_asked: bool = False  # DRAINING only: drained, now falling asleep
+    unload_after: bool = False  # DRAINING only: its residual must go too
+    evicted_for: str | None = None  # comes back if that model fails to load
+    committed: bool = False  # room is being made for it
+    wanted_since: float | None = None  # asked for by the admin
+    restore: bool = False  # bring back when memory allows and nobody waits for it
+    adopted: bool = False  # its outcome is learned from reports
+    drifted: bool = False  # took more than the device has: restart it when idle
+    last_decision: str = ""  # said already
+
+    cause: LoadFailed | None = None
+    failures: int = 0  # failed loads and wakes in a row
+    cooldown_until: float = 0.0
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def need_bytes(self) -> int:
+        """Device bytes of its host when ready: measured, else as configured."""
+        memory = self.spec.memory_bytes if self.memory_bytes is None else self.memory_bytes
+        return max(memory, self.residual_bytes)
+
+    def cooling(self, now: float) -> bool:
+        return now < self.cooldown_until

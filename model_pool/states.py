@@ -1,0 +1,26 @@
+"""Owns the transition table of one engine host (design section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from policies.types import ModelState
+
+_S = ModelState
+
+MODEL_EDGES: Mapping[ModelState, frozenset[ModelState]] = {
+    _S.COLD: frozenset({_S.LOADING}),
+    _S.LOADING: frozenset({_S.WARMING, _S.FAILED}),  # a process that dies while loading is a failed load
+    _S.WARMING: frozenset({_S.READY, _S.FAILED, _S.LOST}),
+    _S.READY: frozenset({_S.DRAINING, _S.LOST}),
+    _S.DRAINING: frozenset({_S.SLEEPING, _S.UNLOADING, _S.LOST}),
+    _S.SLEEPING: frozenset({_S.WAKING, _S.UNLOADING, _S.LOST}),
+    _S.WAKING: frozenset({_S.READY, _S.SLEEPING, _S.LOST}),  # → SLEEPING: rolled back
+    _S.UNLOADING: frozenset({_S.COLD}),
+    _S.FAILED: frozenset({_S.COLD}),  # cooldown over and process gone
+    _S.LOST: frozenset({_S.LOADING, _S.FAILED, _S.COLD}),  # → COLD: nobody needs it now
+}
+
+HAS_PROCESS = frozenset(ModelState) - {_S.COLD, _S.FAILED, _S.LOST}
+ON_THE_WAY = frozenset({_S.LOADING, _S.WARMING, _S.WAKING})  # becomes READY without a new decision
+STARTABLE = frozenset({_S.COLD, _S.SLEEPING})

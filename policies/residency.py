@@ -1,0 +1,200 @@
+"""Owns the decision who holds device memory: one frozen PoolView in, one frozen Plan with reasons out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from policies.ordering import tier_then_arrival
+from policies.types import DemandView, HostView, ModelState, PoolView
+
+GIVING_BACK = (ModelState.DRAINING, ModelState.UNLOADING)  # their bytes come back without a new decision
+
+
+class ActionKind(StrEnum):
+    """What the pool shall do."""
+
+    START = "start"  # load or wake the model now: its bytes are free
+    SLEEP = "sleep"  # drain the host and put it to sleep
+    UNLOAD = "unload"  # drain the host if it is ready, then end its process: the residual is needed too
+    WAIT = "wait"  # nothing to do now; a later event or tick will change that
+    REFUSE = "refuse"  # can never be satisfied while the pinned models stay
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of a plan."""
+
+    kind: ActionKind
+    model: str  # the model it is done for
+    reason: str  # with the numbers it was decided on
+    host: str | None = None  # the victim of SLEEP and UNLOAD
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do on one device now, in order."""
+
+    actions: tuple[Action, ...] = ()
+
+
+class ResidencyPolicy(Protocol):
+    """Decides who holds the memory of one device."""
+
+    def plan(self, view: PoolView) -> Plan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Victim:
+    host: HostView
+    kind: ActionKind
+    freed_bytes: int
+
+
+@dataclass(slots=True)
+class _Room:
+    """Bytes as they change while a plan is being made."""
+
+    free: int  # free now
+    coming: int  # being given back
+    spare: int  # what may be taken now without taking it from the demand room is being made for
+    target: str | None = None  # the demand room is being made for
+
+
+class Lru:
+    """Least recently used, by bytes.
+
+    Demand is served by tier, then arrival (aged by ``aging_seconds``); a committed demand goes first, so that a new
+    request for its victim cannot take the bytes back (ollama#17408). All that fits is started; for the first that does
+    not fit room is made, one at a time. Victims: lowest tier first, idle before busy, least recently used first; of
+    these a set with nothing superfluous in it. Processes are ended only when sleeping does not free enough.
+    """
+
+    def __init__(self, aging_seconds: float = math.inf) -> None:
+        self._aging_seconds = aging_seconds
+
+    def plan(self, view: PoolView) -> Plan:
+        free = view.budget_bytes - view.booked_bytes
+        coming = sum(host.resident_bytes for host in view.hosts if host.state in GIVING_BACK)
+        room = _Room(free=free, coming=coming, spare=free + coming)
+        actions: list[Action] = []
+        for demand in sorted(view.demand, key=lambda d: self._rank(d, view.now)):
+            actions += self._serve(view, demand, room)
+        return Plan(tuple(actions))
+
+    def _rank(self, demand: DemandView, now: float) -> tuple[bool, tuple[int, float], str]:
+        key = tier_then_arrival(demand.best_tier, demand.oldest_arrival, now, self._aging_seconds)
+        return not demand.committed, key, demand.model
+
+    def _serve(self, view: PoolView, demand: DemandView, room: _Room) -> list[Action]:
+        pinned = sum(_kept_bytes(host) for host in view.hosts if host.pinned and host.model != demand.model)
+        if demand.need_bytes + pinned > view.budget_bytes:
+            return [Action(ActionKind.REFUSE, demand.model, _refusal(view, demand, pinned))]
+        own = sum(host.residual_bytes for host in view.hosts if host.model == demand.model)
+        extra = demand.need_bytes - own
+        if extra <= min(room.free, room.spare):
+            reason = (
+                f"needs {extra} more bytes, {room.free} of {view.budget_bytes} free on {view.device}, "
+                f"{demand.waiting} waiting"
+            )
+            room.free -= extra
+            room.spare -= extra
+            return [Action(ActionKind.START, demand.model, reason)]
+        if room.target is not None:
+            reason = f"needs {extra} more bytes, {room.free} free on {view.device}; {room.target} is served first"
+            return [Action(ActionKind.WAIT, demand.model, reason)]
+        room.target = demand.model
+        return self._make_room(view, demand, extra, room)
+
+    def _make_room(self, view: PoolView, demand: DemandView, extra: int, room: _Room) -> list[Action]:
+        shortage = extra - room.free - room.coming
+        others = [host for host in view.hosts if host.model != demand.model and not host.pinned]
+        victims = _choose(view, others, shortage) if shortage > 0 else ()
+        said = (
+            f"{demand.model} needs {extra} more bytes, {room.free} free and {room.coming} being freed on {view.device}"
+        )
+        if victims:
+            room.spare = room.free + room.coming + sum(victim.freed_bytes for victim in victims) - extra
+            return [_evict(victim, demand, view, f"{said}: short by {shortage}") for victim in victims]
+        later = sum(h.resident_bytes + h.residual_bytes for h in others if h.state not in GIVING_BACK)
+        room.spare = room.free + room.coming + later - extra
+        if shortage > 0:
+            said += f": short by {shortage}, {_why_not(view, others)}"
+        return [Action(ActionKind.WAIT, demand.model, said)]
+
+
+def _kept_bytes(host: HostView) -> int:
+    """What a pinned host keeps from others for good."""
+    return host.residual_bytes + (0 if host.state in GIVING_BACK else host.resident_bytes)
+
+
+def _refusal(view: PoolView, demand: DemandView, pinned_bytes: int) -> str:
+    return (
+        f"{demand.model} needs {demand.need_bytes} bytes, but pinned models keep {pinned_bytes} of the "
+        f"{view.budget_bytes} bytes of {view.device}; unpin one"
+    )
+
+
+def _why_not(view: PoolView, others: Sequence[HostView]) -> str:
+    dwelling = [h for h in others if h.state is ModelState.READY and not _may_sleep(view, h)]
+    busy = sorted(h.model for h in others if h.state in (ModelState.LOADING, ModelState.WARMING, ModelState.WAKING))
+    if dwelling:
+        first = min(dwelling, key=lambda h: h.ready_since)
+        until = first.ready_since + view.min_resident_seconds
+        return f"{first.model} stays until t={until:.1f} s (minimum residence {view.min_resident_seconds} s)"
+    return f"waiting for {', '.join(busy) or 'bytes to be given back'}"
+
+
+def _may_sleep(view: PoolView, host: HostView) -> bool:
+    return host.state is ModelState.READY and view.now - host.ready_since >= view.min_resident_seconds
+
+
+def _worth(host: HostView) -> tuple[int, int, bool, float, str]:
+    """Sort key: the host that is missed least comes first."""
+    return -host.tier, min(host.waiting, 1), host.in_flight > 0, host.last_used, host.host
+
+
+def _choose(view: PoolView, others: Sequence[HostView], shortage: int) -> tuple[_Victim, ...]:
+    """Victims that free ``shortage`` bytes, none superfluous; empty when no set can do it now."""
+    ready = sorted((host for host in others if _may_sleep(view, host)), key=_worth)
+    asleep = sorted((host for host in others if host.state is ModelState.SLEEPING), key=_worth)
+    chosen: dict[str, _Victim] = {}
+    freed = 0
+    for host in ready:
+        if freed >= shortage:
+            break
+        chosen[host.host] = _Victim(host, ActionKind.SLEEP, host.resident_bytes)
+        freed += host.resident_bytes
+    for host in (*asleep, *ready):  # sleeping does not free enough: residuals must go too
+        if freed >= shortage:
+            break
+        kept = chosen.get(host.host)
+        gone = _Victim(host, ActionKind.UNLOAD, host.residual_bytes + (kept.freed_bytes if kept else 0))
+        chosen[host.host] = gone
+        freed += host.residual_bytes
+    if freed < shortage:
+        return ()
+    return _prune(tuple(chosen.values()), freed - shortage)
+
+
+def _prune(victims: tuple[_Victim, ...], excess_bytes: int) -> tuple[_Victim, ...]:
+    """Let go again what is not needed, the most missed first."""
+    kept = []
+    for victim in reversed(victims):
+        if victim.freed_bytes <= excess_bytes:
+            excess_bytes -= victim.freed_bytes
+        else:
+            kept.append(victim)
+    return tuple(reversed(kept))
+
+
+def _evict(victim: _Victim, demand: DemandView, view: PoolView, said: str) -> Action:
+    host = victim.host
+    reason = (
+        f"{said}; {host.model} frees {victim.freed_bytes} bytes, {host.in_flight} in flight, "
+        f"tier {host.tier.name.lower()}, last used {max(0.0, view.now - host.last_used):.1f} s ago"
+    )
+    return Action(victim.kind, demand.model, reason, host.host)

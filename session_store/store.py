@@ -1,0 +1,299 @@
+"""Owns sessions in Redis: begin, renew, commit and abort of a turn, a tenant's reservations, and reading back.
+
+A turn costs one round trip before and one after: the session's script and the tenant's script travel together, without
+MULTI, because a cluster keeps them in two slots. Either can refuse; what the other took is then given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from policies.errors import (
+    BadRequest,
+    IdempotencyMismatch,
+    LeaseLost,
+    SessionBusy,
+    StoreUnavailable,
+    TenantLimit,
+)
+from policies.truncation import is_head
+from session_store import answers
+from session_store.answers import UNLIMITED
+from session_store.client import Call, ScriptClient
+from session_store.items import Item
+from session_store.keys import session_keys, tenant_keys
+from session_store.reading import SessionReader
+from session_store.records import Begun, Replay
+
+log = logging.getLogger(__name__)
+
+INCOMPLETE_KEPT = 32
+SETTLED_TTL_SECONDS = 3600
+IDEMPOTENCY_KEY_MAX_CHARS = 255
+_POLL_SECONDS = (0.02, 0.25)  # first and longest pause while waiting for a busy session
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+class SessionStore(SessionReader):
+    """Sessions and tenant reservations in plain Redis (6.2 or newer, or Valkey).
+
+    Args:
+        url: ``redis://:password@host:port/0``.
+        session_ttl_seconds: an unused session is gone after this long.
+        lease_ttl_seconds: a turn or reservation that is not renewed lapses after this long; renew at a third of it.
+        window_items: how many of the newest items ``begin_turn`` returns, besides older heads.
+        command_timeout_seconds: how long one round trip may take; an unanswered one is tried once more.
+
+    Every method raises StoreUnavailable when Redis is unreachable, full, read-only or silent.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        session_ttl_seconds: float = 7 * 24 * 3600,
+        lease_ttl_seconds: float = 15.0,
+        window_items: int = 512,
+        command_timeout_seconds: float = 5.0,
+    ) -> None:
+        if not 0 < lease_ttl_seconds <= session_ttl_seconds:
+            raise ValueError("lease_ttl_seconds must be above 0 and at most session_ttl_seconds")
+        if window_items < 1:
+            raise ValueError("window_items must be at least 1")
+        super().__init__(ScriptClient(url, command_timeout_seconds))
+        self.lease_ttl_seconds = lease_ttl_seconds
+        self._lease_ms = _ms(lease_ttl_seconds)
+        self._session_ms = _ms(session_ttl_seconds)
+        self._window_items = window_items
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Finish giving back what cancelled begins took, then close the connections."""
+        if self._background:
+            await asyncio.gather(*self._background)
+        await super().close()
+
+    # The turn
+
+    async def begin_turn(
+        self,
+        tenant: str,
+        session_id: str,
+        turn_id: str,
+        *,
+        owner: str,
+        reserve_tokens: int,
+        max_concurrent: int | None,
+        max_reserved_tokens: int | None,
+        idempotency_key: str | None = None,
+        request_fingerprint: str | None = None,
+    ) -> Begun | Replay:
+        """Take the session's lease and a place of the tenant's, and read the window: one round trip.
+
+        A limit of None is no limit. Raises SessionBusy, IdempotencyMismatch, TenantLimit or BadRequest; nothing is held
+        then, nor after a Replay.
+        """
+        if idempotency_key is not None and not 0 < len(idempotency_key) <= IDEMPOTENCY_KEY_MAX_CHARS:
+            raise BadRequest(
+                f"an idempotency key has 1 to {IDEMPOTENCY_KEY_MAX_CHARS} characters, not {len(idempotency_key)}",
+                param="Idempotency-Key",
+            )
+        key, fingerprint = idempotency_key or "", request_fingerprint or ""
+        # One item more than the window: its turn id tells whether the window starts inside a turn.
+        begin_args = (turn_id, owner, self._lease_ms, self._session_ms, key, fingerprint, self._window_items + 1)
+        begin = Call("begin_turn", session_keys(tenant, session_id).all(), begin_args)
+        place = self._reserve_call(tenant, turn_id, reserve_tokens, max_concurrent, max_reserved_tokens)
+        undo = (
+            self._abort_call(tenant, session_id, turn_id),
+            self._settle_call(tenant, turn_id, 0, "release"),
+        )
+        try:
+            session, reserved = await self._client.run(begin, place)
+        except asyncio.CancelledError:
+            self._in_background(self._give_back(undo))
+            raise
+        granted, has_place = answers.status(session) == "granted", answers.status(reserved) == "ok"
+        if granted and has_place:
+            return answers.begun(
+                tenant, session_id, turn_id, session, (idempotency_key, request_fingerprint)
+            )
+        if taken := [call for call, took in zip(undo, (granted, has_place), strict=True) if took]:
+            await self._client.run(*taken)
+        return self._refused(tenant, session_id, session, reserved, reserve_tokens)
+
+    async def begin_turn_waiting(
+        self, tenant: str, session_id: str, turn_id: str, *, deadline_seconds: float, **begin: Any
+    ) -> Begun | Replay:
+        """``begin_turn``, asking again for up to ``deadline_seconds`` while the session is busy; then SessionBusy."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_seconds
+        pause_seconds, longest_seconds = _POLL_SECONDS
+        while True:
+            try:
+                return await self.begin_turn(tenant, session_id, turn_id, **begin)
+            except SessionBusy:
+                left_seconds = deadline - loop.time()
+                if left_seconds <= 0:
+                    raise
+            await asyncio.sleep(min(left_seconds, pause_seconds * random.uniform(0.5, 1.0)))
+            pause_seconds = min(pause_seconds * 1.5, longest_seconds)
+
+    async def renew(self, begun: Begun) -> None:
+        """Keep lease and reservation for another ``lease_ttl_seconds``. LeaseLost if the lease is another's now."""
+        keys = session_keys(begun.tenant, begun.session_id).all()
+        args = (begun.fencing_token, begun.turn_id, self._lease_ms, self._session_ms)
+        place = Call("renew_place", tenant_keys(begun.tenant).all(), (begun.turn_id, self._lease_ms))
+        lease, _ = await self._client.run(Call("renew_lease", keys, args), place)
+        self._check_lease(begun, lease)
+
+    async def commit_turn(
+        self,
+        begun: Begun,
+        items: Sequence[Item],
+        truncation_record: Mapping[str, Any],
+        reply: Mapping[str, Any],
+        used_tokens: int,
+    ) -> int:
+        """Append the turn, free lease and reservation, book the tokens: one round trip. Returns the new version.
+
+        Repeating it for the same ``begun`` returns the same version and appends nothing. LeaseLost: the lease had gone
+        to another turn or the session was deleted, and nothing was appended. The caller shields it from cancellation:
+        once sent, the turn may be in the history.
+        """
+        if strange := [item.item_id for item in items if item.turn_id != begun.turn_id]:
+            raise ValueError(f"items of another turn than {begun.turn_id}: {', '.join(strange)}")
+        head_offsets = ",".join(str(i) for i, item in enumerate(items) if is_head(item.view()))
+        commit = Call(
+            "commit_turn",
+            session_keys(begun.tenant, begun.session_id).all(),
+            (
+                begun.fencing_token,
+                begun.turn_id,
+                self._session_ms,
+                begun.idempotency_key or "",
+                begun.request_fingerprint or "",
+                orjson.dumps({"reply": reply, "truncation": truncation_record}),
+                head_offsets,
+                *(item.to_json() for item in items),
+            ),
+        )
+        settle = self._settle_call(begun.tenant, begun.turn_id, used_tokens, "commit", begun.session_id)
+        committed, settled = await self._client.run(commit, settle)
+        self._check_lease(begun, committed)
+        if isinstance(settled, StoreUnavailable):  # the turn is in the history: the place lapses by its TTL
+            log.warning("settle_failed", extra={"turn_id": begun.turn_id, "cause": settled.message})
+        return int(committed[1])
+
+    async def abort_turn(self, begun: Begun, reason: str, used_tokens: int = 0) -> None:
+        """Free lease and reservation and remember the attempt as incomplete, outside prompts. Safe to repeat."""
+        attempt = {"turn_id": begun.turn_id, "reason": reason, "used_tokens": used_tokens}
+        results = await self._client.run(
+            self._abort_call(
+                begun.tenant, begun.session_id, begun.turn_id, begun.fencing_token, orjson.dumps(attempt)
+            ),
+            self._settle_call(begun.tenant, begun.turn_id, used_tokens, "abort", begun.session_id),
+        )
+        answers.raise_refusal(*results)
+
+    # The tenant
+
+    async def reserve(
+        self,
+        tenant: str,
+        turn_id: str,
+        *,
+        reserve_tokens: int,
+        max_concurrent: int | None,
+        max_reserved_tokens: int | None,
+    ) -> None:
+        """Reserve for a stateless request; it lapses after ``lease_ttl_seconds`` unless renewed. TenantLimit if full."""
+        (answer,) = await self._client.run(
+            self._reserve_call(tenant, turn_id, reserve_tokens, max_concurrent, max_reserved_tokens)
+        )
+        answers.raise_refusal(answer)
+        if answers.status(answer) != "ok":
+            raise answers.tenant_limit(tenant, answer, reserve_tokens)
+
+    async def renew_reservation(self, tenant: str, turn_id: str) -> bool:
+        """Keep a stateless request's reservation; False if it had lapsed."""
+        call = Call("renew_place", tenant_keys(tenant).all(), (turn_id, self._lease_ms))
+        (answer,) = await self._client.run(call)
+        answers.raise_refusal(answer)
+        return answers.status(answer) == "ok"
+
+    async def settle(self, tenant: str, turn_id: str, used_tokens: int) -> None:
+        """Free a stateless request's reservation and book what it used. Repeating it books nothing."""
+        answers.raise_refusal(
+            *await self._client.run(self._settle_call(tenant, turn_id, used_tokens, "commit"))
+        )
+
+    # Inside
+
+    def _refused(
+        self, tenant: str, session_id: str, session: Any, reserved: Any, reserve_tokens: int
+    ) -> Replay:
+        """The replay, or the error that says most: store, mismatch, busy, then the tenant's limit."""
+        answers.raise_refusal(session)
+        match answers.status(session):
+            case "replay":
+                return answers.replay(tenant, session_id, session)
+            case "mismatch":
+                raise IdempotencyMismatch(
+                    f"the idempotency key was used for a different request on session {session_id}: "
+                    "use a new key, or send the same request",
+                    param="Idempotency-Key",
+                )
+            case "busy":
+                raise answers.busy(session_id, session)
+        answers.raise_refusal(reserved)
+        raise answers.tenant_limit(tenant, reserved, reserve_tokens)
+
+    def _check_lease(self, begun: Begun, answer: Any) -> None:
+        answers.raise_refusal(answer)
+        if answers.status(answer) != "ok":
+            raise LeaseLost(
+                f"turn {begun.turn_id} no longer holds session {begun.session_id} (fencing token "
+                f"{begun.fencing_token}, lease {self.lease_ttl_seconds:g} s): nothing was written; send it again"
+            )
+
+    def _reserve_call(
+        self, tenant: str, turn_id: str, tokens: int, max_concurrent: int | None, max_tokens: int | None
+    ) -> Call:
+        limits = (UNLIMITED if limit is None else limit for limit in (max_concurrent, max_tokens))
+        return Call("reserve", tenant_keys(tenant).all(), (turn_id, tokens, *limits, self._lease_ms))
+
+    def _settle_call(
+        self, tenant: str, turn_id: str, used_tokens: int, mode: str, session_id: str = ""
+    ) -> Call:
+        args = (turn_id, used_tokens, mode, session_id, self._session_ms, _ms(SETTLED_TTL_SECONDS))
+        return Call("settle", tenant_keys(tenant).all(), args)
+
+    def _abort_call(
+        self, tenant: str, session_id: str, turn_id: str, token: int | str = "", attempt: bytes = b""
+    ) -> Call:
+        args = (token, turn_id, self._session_ms, attempt, INCOMPLETE_KEPT)
+        return Call("abort_turn", session_keys(tenant, session_id).all(), args)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _give_back(self, calls: Sequence[Call]) -> None:
+        """After a cancelled begin: whether it took anything is unknown. If this fails too, the TTLs do it."""
+        try:
+            await self._client.run(*calls)
+        except StoreUnavailable as error:
+            log.warning("give_back_failed", extra={"cause": error.message})
+
+
+__all__ = ["SessionBusy", "SessionStore", "TenantLimit"]
