@@ -32,9 +32,7 @@ def convert(source: Path, dest: Path, dtype: str) -> None:
     partial.mkdir()
     try:
         _say(0)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=getattr(torch, dtype)
-        )
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=getattr(torch, dtype))
         # save_pretrained refuses a model that still claims to be quantised
         for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
             if hasattr(owner, name):

@@ -1,103 +1,90 @@
-"""Owns the engine's step — schedule, run, commit — and the lives of its contexts. Not thread-safe: see ``loop``."""
+"""Owns the engine's step — schedule, run, commit — and the lives of its contexts. Torch-free; not thread-safe (``loop``).
+
+``EngineCore`` is completed by what computes: ``torch_engine`` for real models, ``fake`` for tests and trials.
+"""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer
-
-from engine import sampler
 from engine.blocks import BlockPool
 from engine.context import Context
-from engine.detokenizer import TextStream
-from engine.loader import Loaded, load_model
+from engine.detokenizer import Decoder, TextStream
 from engine.prefix import KVIdentity
-from engine.protocol import (
-    EngineLimits,
-    EngineStats,
-    FinishReason,
-    GenerationRequest,
-    LoadReport,
-    Output,
-)
-from engine.scheduler import Scheduler, StepPlan
+from engine.protocol import EngineLimits, EngineStats, FinishReason, GenerationRequest, LoadReport, Output
+from engine.scheduler import Chunk, Scheduler, StepPlan
 from policies.errors import BadRequest, DeadlineExceeded, EngineError, HostUnavailable
 from policies.types import ContextState
 
 
-class TorchEngine:
-    """Inference for one causal language model, on paged KV."""
+class EngineCore(ABC):
+    """One model's generations: who waits, who runs, what each has said."""
 
-    def __init__(self, path: Path, memory_bytes: int, limits: EngineLimits, dtype: str = "float32") -> None:
-        """Nothing is read before ``load``.
-
-        Args:
-            path: directory with config.json, safetensors and tokenizer.json.
-            memory_bytes: all this process may hold: residual + weights + activation peak + KV pool.
-        """
-        self.path = path
-        self.memory_bytes = memory_bytes
+    def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._awake = False
         self._contexts: dict[tuple[str, int], Context] = {}
         self._texts: dict[tuple[str, int], TextStream] = {}
-        self._late: list[Output] = []  # answers made outside a step
         self._counts: Counter[str] = Counter()
 
-    # -- life of the model -----------------------------------------------------
+    # -- what a kind of engine supplies ------------------------------------------
 
+    @abstractmethod
     def load(self) -> LoadReport:
-        loaded: Loaded = load_model(self.path, self.memory_bytes, self.limits, self.dtype, self.device)
-        self._weights, self._kv, self._runner = loaded.weights, loaded.kv, loaded.runner
-        self.limits = loaded.limits
-        self._eos = loaded.eos_token_ids
-        self._vocabulary = loaded.vocabulary
-        self._tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
-        self._scheduler = Scheduler(self.limits, BlockPool(self._kv.num_slots // self.limits.block_size))
-        self.report = loaded.report
+        """Get ready to run; ends with ``_begin``."""
+
+    @abstractmethod
+    def _compute(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """Run one step: the new token of each chunk that samples, in order; None where the scores were not finite."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Free weights and KV memory. Idempotent."""
+
+    @abstractmethod
+    def _take_again(self) -> None:
+        """Undo ``_give_back``; RuntimeError or MemoryError when memory is short."""
+
+    def _begin(self, report: LoadReport, decoder: Decoder, eos: frozenset[int], vocabulary: int) -> None:
+        self.report = report
+        self._decoder, self._eos, self._vocabulary = decoder, eos, vocabulary
+        self._scheduler = Scheduler(self.limits, BlockPool(report.kv_capacity_tokens // self.limits.block_size))
         self._awake = True
-        return loaded.report
+
+    # -- life of the model -------------------------------------------------------
 
     def sleep(self) -> None:
         if self._contexts:
             raise EngineError(f"{len(self._contexts)} generations are live; drain before sleeping")
         if self._awake:
             self._scheduler.pool.clear_cache()  # the KV goes: nothing may be found again
-            self._weights.sleep()
-            self._kv.give_back()
+            self._give_back()
             self._awake = False
 
     def wake(self) -> None:
         if self._awake:
             return
         try:
-            self._weights.wake()
-            self._kv.take_again()
+            self._take_again()
         except (RuntimeError, MemoryError) as error:
-            self._weights.sleep()
-            self._kv.give_back()
+            self._give_back()
             raise HostUnavailable(f"not enough memory to wake: {error}") from error
         self._awake = True
 
-    # -- generations -----------------------------------------------------------
+    # -- generations -------------------------------------------------------------
 
     def add(self, request: GenerationRequest) -> None:
         if not self._awake:
             raise HostUnavailable("this engine is asleep")
         self._validate(request)
-        identity = KVIdentity(
-            request.tenant, self.report.fingerprint, str(self.dtype), self.limits.block_size
-        )
+        identity = KVIdentity(request.tenant, self.report.fingerprint, self.report.dtype, self.limits.block_size)
         context = Context(request, identity.namespace(), time.monotonic())
         if context.key in self._contexts:
             raise BadRequest(f"generation {request.request_id}/{request.generation} is live already")
-        text = TextStream(self._tokenizer, request.prompt_token_ids, request.sampling.stop)
+        text = TextStream(self._decoder, request.prompt_token_ids, request.sampling.stop)
         text.feed(request.delivered_token_ids)  # its text went out with the tokens
         self._scheduler.add(context)
         self._contexts[context.key] = context
@@ -112,17 +99,17 @@ class TorchEngine:
         return True
 
     def has_work(self) -> bool:
-        return bool(self._contexts or self._late)
+        return bool(self._contexts)
 
     def step(self) -> Sequence[Output]:
         """Schedule → run → commit."""
         plan = self._scheduler.schedule(time.monotonic(), time.time())
-        if not plan.chunks:
-            self._scheduler.computed(plan)
-            return self._refuse_expired(plan)
         self._scheduler.launched()
-        logits = self._runner.run(plan.chunks, self._kv)
-        return self._refuse_expired(plan) + self._commit(plan, logits)
+        tokens = self._compute(plan.chunks) if plan.chunks else []
+        return self._commit(plan, tokens)
+
+    def check(self) -> None:
+        self._scheduler.check()
 
     def stats(self) -> EngineStats:
         if not hasattr(self, "_scheduler"):
@@ -143,10 +130,7 @@ class TorchEngine:
             tenants_waiting=tuple(sorted(waiting.items())),
         )
 
-    def check(self) -> None:
-        self._scheduler.check()
-
-    # -- inside ----------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------
 
     def _validate(self, request: GenerationRequest) -> None:
         tokens = request.prompt_token_ids
@@ -162,26 +146,19 @@ class TorchEngine:
                 param="max_tokens",
             )
 
-    def _commit(self, plan: StepPlan, logits: torch.Tensor) -> list[Output]:
+    def _commit(self, plan: StepPlan, tokens: list[int | None]) -> list[Output]:
         now = time.monotonic()
-        self._counts["steps"] += 1
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
-        good = sampler.finite_rows(logits) if sampling else []
-        for chunk, ok in zip(sampling, good, strict=True):
-            if not ok:  # before its blocks could be published
-                self._late.append(self._fail(chunk.context, EngineError("the model produced no finite score")))
+        self._counts["steps"] += bool(plan.chunks)
+        sampled = list(zip((c.context for c in plan.chunks if c.samples), tokens, strict=True))
+        outputs = [self._expired(context) for context in plan.expired]
+        # failures first: a failed context's blocks must not be published
+        outputs += [self._fail(context) for context, token in sampled if token is None]
         self._scheduler.computed(plan)
-        rows = [i for i, chunk in enumerate(sampling) if good[i] and not chunk.context.terminal]
-        live = [sampling[i].context for i in rows]
-        tokens = sampler.sample(
-            logits[rows], [c.request.sampling for c in live], [c.num_tokens for c in live]
-        ) if live else []
-        outputs = [self._append(c, token, now) for c, token in zip(live, tokens, strict=True)]
-        late, self._late = self._late, []
-        return late + outputs
+        outputs += [self._append(context, token, now) for context, token in sampled if token is not None]
+        return outputs
 
     def _append(self, context: Context, token: int, now: float) -> Output:
-        """One new token of one context: text, then is it over?"""
+        """One new token of one context: its text, and whether it was the last."""
         if context.first_token is None:
             context.first_token = now
             self._counts["prompt"] += len(context.request.prompt_token_ids)
@@ -189,34 +166,29 @@ class TorchEngine:
         context.last_token = now
         context.token_ids.append(token)
         self._counts["generated"] += 1
+        text, reason = self._say(context, token)
+        if reason is not None:
+            self._scheduler.end(context, ContextState.FINISHED, now, reason)
+            self._forget(context)
+        return Output(*context.key, (token,), text, reason, usage=context.usage())
+
+    def _say(self, context: Context, token: int) -> tuple[str, FinishReason | None]:
         stream = self._texts[context.key]
         ended = token in self._eos and not context.request.sampling.ignore_eos
         text = "" if ended else stream.feed([token])
-        reason: FinishReason | None = None
-        if ended or stream.stopped:
-            reason = "stop"
-        elif context.remaining_tokens == 0:
-            reason = "length"
-        if reason is not None:
-            text += stream.finish()
-            if stream.stopped:
-                reason = "stop"
-            self._scheduler.end(context, ContextState.FINISHED, now, reason)
-            self._forget(context)
-        request = context.request
-        usage = context.usage()
-        return Output(request.request_id, request.generation, (token,), text, reason, usage=usage)
+        if not (ended or stream.stopped or context.remaining_tokens == 0):
+            return text, None
+        text += stream.finish()
+        return text, "stop" if ended or stream.stopped else "length"
 
-    def _refuse_expired(self, plan: StepPlan) -> list[Output]:
-        outputs = []
-        for context in plan.expired:
-            self._forget(context)
-            waited = time.monotonic() - context.added
-            error = DeadlineExceeded(f"waited {waited:.1f} s for a place in the batch; the deadline passed")
-            outputs.append(Output(*context.key, error=error, usage=context.usage()))
-        return outputs
+    def _expired(self, context: Context) -> Output:
+        self._forget(context)
+        waited = time.monotonic() - context.added
+        error = DeadlineExceeded(f"waited {waited:.1f} s for a place in the batch; the deadline passed")
+        return Output(*context.key, error=error, usage=context.usage())
 
-    def _fail(self, context: Context, error: EngineError) -> Output:
+    def _fail(self, context: Context) -> Output:
+        error = EngineError("the model produced no finite score for this generation")
         self._scheduler.end(context, ContextState.FAILED, time.monotonic(), error.message)
         self._forget(context)
         return Output(*context.key, error=error, usage=context.usage())

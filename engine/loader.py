@@ -39,9 +39,7 @@ class Loaded:
     report: LoadReport
 
 
-def load_model(
-    path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch.dtype, device: str
-) -> Loaded:
+def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch.dtype, device: str) -> Loaded:
     """Load, refuse what would be silently wrong, measure, and allocate what memory is left as KV pool.
 
     KV bytes = memory_bytes − weights − activation peak of the largest step − process residual.
@@ -66,6 +64,7 @@ def load_model(
         peak_bytes=peak,
         residual_bytes=residual + weights.private_bytes,
         fingerprint=weights.fingerprint,
+        dtype=str(dtype),
         seconds=time.monotonic() - begin,
     )
     return Loaded(weights, runner, kv, limits, _eos(path, config), config.vocab_size, report)
@@ -128,9 +127,7 @@ def _steps(runner: Runner, kv: KVMemory, limits: EngineLimits) -> Callable[[], N
     return run
 
 
-def _run_chunks(
-    runner: Runner, kv: KVMemory, limits: EngineLimits, counts: list[int]
-) -> Callable[[], object]:
+def _run_chunks(runner: Runner, kv: KVMemory, limits: EngineLimits, counts: list[int]) -> Callable[[], object]:
     """A step of made-up contexts; they share blocks, since only time and memory are of interest."""
     blocks = kv.num_slots // limits.block_size
     chunks = []

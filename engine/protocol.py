@@ -106,6 +106,7 @@ class LoadReport:
     peak_bytes: int  # activation peak of the largest step
     residual_bytes: int  # what the process holds without weights and KV
     fingerprint: str  # of the weights
+    dtype: str
     seconds: float
 
 

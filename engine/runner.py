@@ -32,9 +32,7 @@ class Runner:
         spans, ids, positions, rows = [], [], [], []
         for chunk in chunks:
             end = chunk.start + chunk.count
-            spans.append(
-                Span(len(ids), chunk.count, chunk.start, self._slots(chunk.context.block_table, end))
-            )
+            spans.append(Span(len(ids), chunk.count, chunk.start, self._slots(chunk.context.block_table, end)))
             ids += chunk.context.token_ids[chunk.start : end]
             positions += range(chunk.start, end)
             if chunk.samples:
@@ -43,9 +41,7 @@ class Runner:
         state = StepState(kv, spans, torch.cat(written).to(self._device))
         return self._forward(state, ids, positions, rows)
 
-    def _forward(
-        self, state: StepState | Probe, ids: list[int], positions: list[int], rows: list[int]
-    ) -> torch.Tensor:
+    def _forward(self, state: StepState | Probe, ids: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
         token = current_step.set(state)
         try:
             with torch.inference_mode():

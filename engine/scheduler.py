@@ -13,12 +13,13 @@ from engine import prefix
 from engine.blocks import BlockPool
 from engine.context import Context
 from engine.protocol import EngineLimits
-from policies.admission import estimate_blocks, may_admit
+from policies.admission import admit, estimate_blocks
 from policies.errors import QueueFull, RequestTooLarge
 from policies.ordering import tier_then_arrival
 from policies.types import ContextState
 
-SAFETY_FACTOR = 1.2  # on the blocks a context is expected to need before it ends
+EXPECTED_SHARE = 0.6  # of max_tokens a generation is expected to use; the rest is met by preemption
+AGING_SECONDS = 60.0  # a waiting request moves up one tier per minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Scheduler:
         """
         self._step += 1
         expired = self._expire(now, wall)
-        self.running.sort(key=self._order)
+        self.running.sort(key=lambda context: self._order(context, wall))
         decoding = sum(c.num_tokens - c.num_computed == 1 for c in self.running)
         budget = max(1, self.limits.step_tokens - decoding)
         chunks: list[Chunk] = []
@@ -101,7 +102,7 @@ class Scheduler:
                 budget -= count if pending > 1 else 0
             position += context.state is ContextState.RUNNING
         if len(chunks) == len(self.running):  # nobody is short of blocks or budget
-            self._admit(chunks, budget, now)
+            self._admit(chunks, budget, now, wall)
         return StepPlan(self._step, tuple(chunks), expired)
 
     def launched(self) -> None:
@@ -172,8 +173,8 @@ class Scheduler:
 
     # -- admission -------------------------------------------------------------
 
-    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
-        self.waiting.sort(key=self._order)
+    def _admit(self, chunks: list[Chunk], budget: int, now: float, wall: float) -> None:
+        self.waiting.sort(key=lambda context: self._order(context, wall))
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_running:
             context = self.waiting[0]
             hits = self._cached_blocks(context)
@@ -182,26 +183,21 @@ class Scheduler:
             self.waiting.pop(0)
             self._start(context, hits, now)
             count = min(context.num_tokens - context.num_computed, budget)
-            context.block_table += self.pool.allocate(
-                self._blocks_missing(context, context.num_computed + count)
-            )
+            context.block_table += self.pool.allocate(self._blocks_missing(context, context.num_computed + count))
             chunks.append(Chunk(context, context.num_computed, count))
             budget -= count
 
     def _fits(self, context: Context, hits: Sequence[int]) -> bool:
-        size = self.limits.block_size
-        needed_now = -(-context.num_tokens // size) - len(hits)
-        expected = estimate_blocks(
-            context.num_tokens, context.remaining_tokens, size, SAFETY_FACTOR
-        ) - len(hits)
-        growth = sum(self._blocks_missing(c, c.num_tokens + 1) for c in self.running)
-        return may_admit(
+        needed_now = -(-context.num_tokens // self.limits.block_size)
+        return admit(
             free_blocks=self.pool.num_free - self.pool.free_among(hits),
-            needed_now=needed_now,
-            expected=expected,
-            running_growth=growth,
-            running=len(self.running),
+            needed_now=needed_now - len(hits),
+            estimated_total=self._expected_blocks(context) - len(hits),
+            running_remaining=[max(0, self._expected_blocks(c) - len(c.block_table)) for c in self.running],
         )
+
+    def _expected_blocks(self, context: Context) -> int:
+        return estimate_blocks(context.num_tokens, context.remaining_tokens, self.limits.block_size, EXPECTED_SHARE)
 
     def _start(self, context: Context, hits: Sequence[int], now: float) -> None:
         self.pool.take(hits)
@@ -241,9 +237,11 @@ class Scheduler:
 
     # -- order -----------------------------------------------------------------
 
-    def _order(self, context: Context) -> tuple[float, float, int]:
+    @staticmethod
+    def _order(context: Context, wall: float) -> tuple[int, float, int]:
         request = context.request
-        return (*tier_then_arrival(request.tier, request.arrival), context.context_id)
+        key = tier_then_arrival(request.tier, request.arrival, wall, AGING_SECONDS)
+        return (*key, context.context_id)
 
     def _expire(self, now: float, wall: float) -> tuple[Context, ...]:
         late = [c for c in self.waiting if c.request.deadline is not None and wall > c.request.deadline]

@@ -41,17 +41,12 @@ class WeightFile:
                 raise LoadFailed(f"{path.name}: header of {header_bytes} bytes; not a safetensors file")
             self._header = file.read(header_bytes)
             # private and never written: torch warns about read-only buffers, and unwritten pages stay file pages
-            self._map = mmap.mmap(
-                file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
+            self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self.data_start = 8 + header_bytes
         entries = json.loads(self._header)
         entries.pop("__metadata__", None)
         self.tensors = sorted(
-            (
-                StoredTensor(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"])
-                for name, e in entries.items()
-            ),
+            (StoredTensor(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in entries.items()),
             key=lambda t: t.begin,
         )
         self.nbytes = len(self._map) - self.data_start

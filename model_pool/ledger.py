@@ -8,10 +8,6 @@ from dataclasses import dataclass, replace
 from policies.errors import DoesNotFit
 
 
-class Overbooked(DoesNotFit):
-    """A booking that would exceed the budget of a device. Nothing was changed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Bytes of one host."""
@@ -44,7 +40,10 @@ class DeviceBooks:
 
 
 class Ledger:
-    """The only accountant of device memory. Invariant: no device holds more than its budget."""
+    """The only accountant of device memory. Invariant: no device holds more than its budget.
+
+    A booking that would exceed a budget raises DoesNotFit with the numbers and changes nothing.
+    """
 
     def __init__(self, budgets: Mapping[str, int]) -> None:
         self._budgets = dict(budgets)
@@ -52,14 +51,14 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
 
     def book(self, host: str, device: str, promised_bytes: int) -> None:
-        """Promise bytes to a host; replaces what it held before. Raises Overbooked."""
+        """Promise bytes to a host; replaces what it held before. Raises DoesNotFit."""
         old = self._entries.get(host)
         if old is not None and old.device != device:
-            raise Overbooked(f"{host} holds {old.held_bytes} bytes on {old.device}, cannot book on {device} too")
+            raise DoesNotFit(f"{host} holds {old.held_bytes} bytes on {old.device}, cannot book on {device} too")
         self._set(Entry(host, device, promised_bytes, None, old.residual_bytes if old else 0))
 
     def settle(self, host: str, measured_bytes: int, *, residual: bool = False) -> None:
-        """Replace a promise by what was measured. Raises Overbooked (the promise then stays).
+        """Replace a promise by what was measured. Raises DoesNotFit (the promise then stays).
 
         ``residual``: measured while asleep. The promise is then cut to it: what sleeping freed is free.
         """
@@ -115,7 +114,7 @@ class Ledger:
         budget = self._budgets[entry.device]
         # Shrinking is always allowed: it can only bring a device nearer to its budget.
         if entry.held_bytes < 0 or (after > budget and entry.held_bytes > before):
-            raise Overbooked(
+            raise DoesNotFit(
                 f"{entry.host} asks for {entry.held_bytes} bytes on {entry.device}: budget {budget}, "
                 f"free {self.free_bytes(entry.device)}, it holds {before}"
             )

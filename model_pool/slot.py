@@ -64,8 +64,7 @@ class Slot:
     @property
     def need_bytes(self) -> int:
         """Device bytes of its host when ready: measured, else as configured."""
-        memory = self.spec.memory_bytes if self.memory_bytes is None else self.memory_bytes
-        return max(memory, self.residual_bytes)
+        return self.spec.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
     def cooling(self, now: float) -> bool:
         return now < self.cooldown_until

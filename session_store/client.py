@@ -1,6 +1,8 @@
-"""Owns the connection to Redis: scripts in one pipeline, NOSCRIPT fallback, one retry, and what a failure is called.
+"""Owns the connection to Redis: scripts in one pipeline, NOSCRIPT fallback, one retry, and what a failure
+is called.
 
-Every script is idempotent by turn id. That is why an ambiguous failure (sent, no answer) is simply tried once more.
+Every script is idempotent by turn id. That is why an ambiguous failure (sent, no answer) is simply tried
+once more.
 """
 
 from __future__ import annotations

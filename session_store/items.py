@@ -1,7 +1,8 @@
 """Owns the shape of one conversation item, in memory and as the JSON that lies in Redis.
 
-The JSON carries a schema version ``v``. Keys this version does not know (content parts, token ids per model) are kept in
-``extra`` and written back unchanged, so an older gateway does not lose what a newer one stored.
+The JSON carries a schema version ``v``. Keys this version does not know (content parts, token ids per
+model) are kept in ``extra`` and written back unchanged, so an older gateway does not lose what a newer one
+stored.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Item:
             raise ValueError(f"item {self.item_id}: extra may not hold {', '.join(sorted(clash))}")
 
     def to_json(self) -> bytes:
-        """The stored form; absent fields are left out. BadRequest if a text is not Unicode (lone surrogates)."""
+        """The stored form; absent fields are left out. BadRequest if a text is not Unicode (lone
+        surrogates)."""
         record: dict[str, Any] = {
             "v": SCHEMA_VERSION,
             "item_id": self.item_id,

@@ -1,31 +1,32 @@
 """Owns the name, the type and the lifetime of every key we keep in Redis.
 
-One session, slot ``{<tenant>/<session>}``. "sliding" is ``session_ttl_seconds``, set anew on every key of the session by
-each script that touches it; a session nobody uses is gone after it, whole.
+One session, slot ``{<tenant>/<session>}``. "sliding" is ``session_ttl_seconds``, set anew on every key of
+the session by each script that touches it; a session nobody uses is gone after it, whole.
 
-| key                    | type   | TTL       | holds                                                                |
-|------------------------|--------|-----------|----------------------------------------------------------------------|
-| co:{t/s}:meta          | hash   | sliding   | fence (last fencing token), version (committed turns), created_ms,   |
-|                        |        |           | updated_ms                                                           |
-| co:{t/s}:lease         | hash   | lease TTL | token, turn, owner, idem, fp of the turn that runs now               |
-| co:{t/s}:items         | list   | sliding   | item JSON, append-only; an item's index never changes                |
-| co:{t/s}:heads         | list   | sliding   | indexes of system, developer and pinned items: always in the window  |
-| co:{t/s}:turns         | hash   | sliding   | turn id → "token version first count\\n" + JSON {reply, truncation}   |
-| co:{t/s}:idem          | hash   | sliding   | "t:"+key → turn id, "f:"+key → request fingerprint; finished only    |
-| co:{t/s}:incomplete    | list   | sliding   | JSON of the last 32 attempts that were not committed; never prompted |
+| key                  | type   | TTL       | holds
+|----------------------|--------|-----------|----------------------------------------------------------------
+| co:{t/s}:meta        | hash   | sliding   | fence (last fencing token), version (committed turns), created_ms,
+|                      |        |           | updated_ms
+| co:{t/s}:lease       | hash   | lease TTL | token, turn, owner, idem, fp of the turn that runs now
+| co:{t/s}:items       | list   | sliding   | item JSON, append-only; an item's index never changes
+| co:{t/s}:heads       | list   | sliding   | indexes of system, developer and pinned items: always in the window
+| co:{t/s}:turns       | hash   | sliding   | turn id → "token version first count\\n" + JSON {reply, truncation}
+| co:{t/s}:idem        | hash   | sliding   | "t:"+key → turn id, "f:"+key → request fingerprint; finished only
+| co:{t/s}:incomplete  | list   | sliding   | JSON of the last 32 attempts that were not committed; never prompted
 
-One tenant, slot ``{<tenant>}``. Session and tenant keys lie in two slots of a cluster, so no script touches both.
+One tenant, slot ``{<tenant>}``. Session and tenant keys lie in two slots of a cluster, so no script touches
+both.
 
-| key                    | type   | TTL       | holds                                                                |
-|------------------------|--------|-----------|----------------------------------------------------------------------|
-| co:{t}:places          | zset   | lease TTL | turn id → when its place lapses (ms)                                 |
-| co:{t}:reserved        | hash   | lease TTL | turn id → tokens it reserved                                         |
-| co:{t}:settled         | zset   | 1 hour    | turn id → until when it is remembered as settled (ms)                |
-| co:{t}:usage           | hash   | none      | tokens, turns: monotone counters, one small hash per tenant          |
-| co:{t}:sessions        | zset   | sliding   | session id → last use (µs)                                           |
+| key                  | type   | TTL       | holds
+|----------------------|--------|-----------|----------------------------------------------------------------
+| co:{t}:places        | zset   | lease TTL | turn id → when its place lapses (ms)
+| co:{t}:reserved      | hash   | lease TTL | turn id → tokens it reserved
+| co:{t}:settled       | zset   | 1 hour    | turn id → until when it is remembered as settled (ms)
+| co:{t}:usage         | hash   | none      | tokens, turns: monotone counters, one small hash per tenant
+| co:{t}:sessions      | zset   | sliding   | session id → last use (µs)
 
-A tenant's name is percent-encoded (so it has no brace and no slash) and a session id has neither by its alphabet:
-``("a/b", "c")`` is ``{a%2Fb/c}``, and the first slash always ends the tenant.
+A tenant's name is percent-encoded (so it has no brace and no slash) and a session id has neither by its
+alphabet: ``("a/b", "c")`` is ``{a%2Fb/c}``, and the first slash always ends the tenant.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from policies.errors import BadRequest
 
 PREFIX = "co:"
 SESSION_ID_MAX_CHARS = 128
+IDEMPOTENCY_KEY_MAX_CHARS = 255
 _SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -72,7 +74,8 @@ class TenantKeys:
 
 
 def check_session_id(session_id: str) -> str:
-    """Return the id unchanged; BadRequest (param ``session_id``) if it is not 1..128 of ``[A-Za-z0-9._:-]``."""
+    """Return the id unchanged; BadRequest (param ``session_id``) if it is not 1..128 of
+    ``[A-Za-z0-9._:-]``."""
     if not _SESSION_ID.fullmatch(session_id):
         raise BadRequest(
             f"session_id must be 1 to {SESSION_ID_MAX_CHARS} characters out of A-Z a-z 0-9 . _ : -; "
@@ -80,6 +83,16 @@ def check_session_id(session_id: str) -> str:
             param="session_id",
         )
     return session_id
+
+
+def check_idempotency_key(key: str | None) -> str:
+    """The key as the scripts take it ("" = none); BadRequest unless it has 1..255 characters."""
+    if key is not None and not 0 < len(key) <= IDEMPOTENCY_KEY_MAX_CHARS:
+        raise BadRequest(
+            f"an idempotency key has 1 to {IDEMPOTENCY_KEY_MAX_CHARS} characters, not {len(key)}",
+            param="Idempotency-Key",
+        )
+    return key or ""
 
 
 def encode_tenant(tenant: str) -> str:

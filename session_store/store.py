@@ -1,7 +1,9 @@
-"""Owns sessions in Redis: begin, renew, commit and abort of a turn, a tenant's reservations, and reading back.
+"""Owns sessions in Redis: begin, renew, commit and abort of a turn, a tenant's reservations, and reading
+back.
 
-A turn costs one round trip before and one after: the session's script and the tenant's script travel together, without
-MULTI, because a cluster keeps them in two slots. Either can refuse; what the other took is then given back.
+A turn costs one round trip before and one after: the session's script and the tenant's script travel
+together, without MULTI, because a cluster keeps them in two slots. Either can refuse; what the other took
+is then given back.
 """
 
 from __future__ import annotations
@@ -14,20 +16,13 @@ from typing import Any
 
 import orjson
 
-from policies.errors import (
-    BadRequest,
-    IdempotencyMismatch,
-    LeaseLost,
-    SessionBusy,
-    StoreUnavailable,
-    TenantLimit,
-)
+from policies.errors import IdempotencyMismatch, LeaseLost, SessionBusy, StoreUnavailable
 from policies.truncation import is_head
 from session_store import answers
 from session_store.answers import UNLIMITED
 from session_store.client import Call, ScriptClient
 from session_store.items import Item
-from session_store.keys import session_keys, tenant_keys
+from session_store.keys import check_idempotency_key, session_keys, tenant_keys
 from session_store.reading import SessionReader
 from session_store.records import Begun, Replay
 
@@ -35,7 +30,6 @@ log = logging.getLogger(__name__)
 
 INCOMPLETE_KEPT = 32
 SETTLED_TTL_SECONDS = 3600
-IDEMPOTENCY_KEY_MAX_CHARS = 255
 _POLL_SECONDS = (0.02, 0.25)  # first and longest pause while waiting for a busy session
 
 
@@ -49,7 +43,8 @@ class SessionStore(SessionReader):
     Args:
         url: ``redis://:password@host:port/0``.
         session_ttl_seconds: an unused session is gone after this long.
-        lease_ttl_seconds: a turn or reservation that is not renewed lapses after this long; renew at a third of it.
+        lease_ttl_seconds: a turn or reservation that is not renewed lapses after this long; renew at a
+            third of it.
         window_items: how many of the newest items ``begin_turn`` returns, besides older heads.
         command_timeout_seconds: how long one round trip may take; an unanswered one is tried once more.
 
@@ -99,18 +94,11 @@ class SessionStore(SessionReader):
     ) -> Begun | Replay:
         """Take the session's lease and a place of the tenant's, and read the window: one round trip.
 
-        A limit of None is no limit. Raises SessionBusy, IdempotencyMismatch, TenantLimit or BadRequest; nothing is held
-        then, nor after a Replay.
+        A limit of None is no limit. Raises SessionBusy, IdempotencyMismatch, TenantLimit or BadRequest;
+        nothing is held then, nor after a Replay.
         """
-        if idempotency_key is not None and not 0 < len(idempotency_key) <= IDEMPOTENCY_KEY_MAX_CHARS:
-            raise BadRequest(
-                f"an idempotency key has 1 to {IDEMPOTENCY_KEY_MAX_CHARS} characters, not {len(idempotency_key)}",
-                param="Idempotency-Key",
-            )
-        key, fingerprint = idempotency_key or "", request_fingerprint or ""
-        # One item more than the window: its turn id tells whether the window starts inside a turn.
-        begin_args = (turn_id, owner, self._lease_ms, self._session_ms, key, fingerprint, self._window_items + 1)
-        begin = Call("begin_turn", session_keys(tenant, session_id).all(), begin_args)
+        begun_by = (owner, check_idempotency_key(idempotency_key), request_fingerprint or "")
+        begin = self._begin_call(tenant, session_id, turn_id, *begun_by)
         place = self._reserve_call(tenant, turn_id, reserve_tokens, max_concurrent, max_reserved_tokens)
         undo = (
             self._abort_call(tenant, session_id, turn_id),
@@ -121,19 +109,25 @@ class SessionStore(SessionReader):
         except asyncio.CancelledError:
             self._in_background(self._give_back(undo))
             raise
-        granted, has_place = answers.status(session) == "granted", answers.status(reserved) == "ok"
-        if granted and has_place:
-            return answers.begun(
-                tenant, session_id, turn_id, session, (idempotency_key, request_fingerprint)
-            )
-        if taken := [call for call, took in zip(undo, (granted, has_place), strict=True) if took]:
-            await self._client.run(*taken)
-        return self._refused(tenant, session_id, session, reserved, reserve_tokens)
+        took = (answers.status(session) == "granted", answers.status(reserved) == "ok")
+        if not all(took):
+            if taken := [call for call, was_taken in zip(undo, took, strict=True) if was_taken]:
+                await self._client.run(*taken)
+            return self._refused(tenant, session_id, session, reserved, reserve_tokens)
+        return Begun(
+            tenant,
+            session_id,
+            turn_id,
+            *answers.window(session, self._window_items),
+            idempotency_key,
+            request_fingerprint,
+        )
 
     async def begin_turn_waiting(
         self, tenant: str, session_id: str, turn_id: str, *, deadline_seconds: float, **begin: Any
     ) -> Begun | Replay:
-        """``begin_turn``, asking again for up to ``deadline_seconds`` while the session is busy; then SessionBusy."""
+        """``begin_turn``, asking again for up to ``deadline_seconds`` while the session is busy; then
+        SessionBusy."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_seconds
         pause_seconds, longest_seconds = _POLL_SECONDS
@@ -148,7 +142,8 @@ class SessionStore(SessionReader):
             pause_seconds = min(pause_seconds * 1.5, longest_seconds)
 
     async def renew(self, begun: Begun) -> None:
-        """Keep lease and reservation for another ``lease_ttl_seconds``. LeaseLost if the lease is another's now."""
+        """Keep lease and reservation for another ``lease_ttl_seconds``. LeaseLost if the lease is another's
+        now."""
         keys = session_keys(begun.tenant, begun.session_id).all()
         args = (begun.fencing_token, begun.turn_id, self._lease_ms, self._session_ms)
         place = Call("renew_place", tenant_keys(begun.tenant).all(), (begun.turn_id, self._lease_ms))
@@ -163,11 +158,12 @@ class SessionStore(SessionReader):
         reply: Mapping[str, Any],
         used_tokens: int,
     ) -> int:
-        """Append the turn, free lease and reservation, book the tokens: one round trip. Returns the new version.
+        """Append the turn, free lease and reservation, book the tokens: one round trip. Returns the new
+        version.
 
-        Repeating it for the same ``begun`` returns the same version and appends nothing. LeaseLost: the lease had gone
-        to another turn or the session was deleted, and nothing was appended. The caller shields it from cancellation:
-        once sent, the turn may be in the history.
+        Repeating it for the same ``begun`` returns the same version and appends nothing. LeaseLost: the
+        lease had gone to another turn or the session was deleted, and nothing was appended. The caller
+        shields it from cancellation: once sent, the turn may be in the history.
         """
         if strange := [item.item_id for item in items if item.turn_id != begun.turn_id]:
             raise ValueError(f"items of another turn than {begun.turn_id}: {', '.join(strange)}")
@@ -194,12 +190,11 @@ class SessionStore(SessionReader):
         return int(committed[1])
 
     async def abort_turn(self, begun: Begun, reason: str, used_tokens: int = 0) -> None:
-        """Free lease and reservation and remember the attempt as incomplete, outside prompts. Safe to repeat."""
+        """Free lease and reservation and remember the attempt as incomplete, outside prompts. Safe to
+        repeat."""
         attempt = {"turn_id": begun.turn_id, "reason": reason, "used_tokens": used_tokens}
         results = await self._client.run(
-            self._abort_call(
-                begun.tenant, begun.session_id, begun.turn_id, begun.fencing_token, orjson.dumps(attempt)
-            ),
+            self._abort_call(begun.tenant, begun.session_id, begun.turn_id, begun.fencing_token, orjson.dumps(attempt)),
             self._settle_call(begun.tenant, begun.turn_id, used_tokens, "abort", begun.session_id),
         )
         answers.raise_refusal(*results)
@@ -215,7 +210,8 @@ class SessionStore(SessionReader):
         max_concurrent: int | None,
         max_reserved_tokens: int | None,
     ) -> None:
-        """Reserve for a stateless request; it lapses after ``lease_ttl_seconds`` unless renewed. TenantLimit if full."""
+        """Reserve for a stateless request; it lapses after ``lease_ttl_seconds`` unless renewed.
+        TenantLimit if full."""
         (answer,) = await self._client.run(
             self._reserve_call(tenant, turn_id, reserve_tokens, max_concurrent, max_reserved_tokens)
         )
@@ -232,15 +228,11 @@ class SessionStore(SessionReader):
 
     async def settle(self, tenant: str, turn_id: str, used_tokens: int) -> None:
         """Free a stateless request's reservation and book what it used. Repeating it books nothing."""
-        answers.raise_refusal(
-            *await self._client.run(self._settle_call(tenant, turn_id, used_tokens, "commit"))
-        )
+        answers.raise_refusal(*await self._client.run(self._settle_call(tenant, turn_id, used_tokens, "commit")))
 
     # Inside
 
-    def _refused(
-        self, tenant: str, session_id: str, session: Any, reserved: Any, reserve_tokens: int
-    ) -> Replay:
+    def _refused(self, tenant: str, session_id: str, session: Any, reserved: Any, reserve_tokens: int) -> Replay:
         """The replay, or the error that says most: store, mismatch, busy, then the tenant's limit."""
         answers.raise_refusal(session)
         match answers.status(session):
@@ -261,9 +253,16 @@ class SessionStore(SessionReader):
         answers.raise_refusal(answer)
         if answers.status(answer) != "ok":
             raise LeaseLost(
-                f"turn {begun.turn_id} no longer holds session {begun.session_id} (fencing token "
-                f"{begun.fencing_token}, lease {self.lease_ttl_seconds:g} s): nothing was written; send it again"
+                f"turn {begun.turn_id} no longer holds session {begun.session_id} (fencing "
+                f"token {begun.fencing_token}, lease {self.lease_ttl_seconds:g} s): nothing was written; "
+                "send it again"
             )
+
+    def _begin_call(self, tenant: str, session_id: str, turn_id: str, owner: str, key: str, fingerprint: str) -> Call:
+        # One item more than the window: its turn id tells whether the window starts inside a turn.
+        window = self._window_items + 1
+        args = (turn_id, owner, self._lease_ms, self._session_ms, key, fingerprint, window)
+        return Call("begin_turn", session_keys(tenant, session_id).all(), args)
 
     def _reserve_call(
         self, tenant: str, turn_id: str, tokens: int, max_concurrent: int | None, max_tokens: int | None
@@ -271,9 +270,7 @@ class SessionStore(SessionReader):
         limits = (UNLIMITED if limit is None else limit for limit in (max_concurrent, max_tokens))
         return Call("reserve", tenant_keys(tenant).all(), (turn_id, tokens, *limits, self._lease_ms))
 
-    def _settle_call(
-        self, tenant: str, turn_id: str, used_tokens: int, mode: str, session_id: str = ""
-    ) -> Call:
+    def _settle_call(self, tenant: str, turn_id: str, used_tokens: int, mode: str, session_id: str = "") -> Call:
         args = (turn_id, used_tokens, mode, session_id, self._session_ms, _ms(SETTLED_TTL_SECONDS))
         return Call("settle", tenant_keys(tenant).all(), args)
 
@@ -294,6 +291,3 @@ class SessionStore(SessionReader):
             await self._client.run(*calls)
         except StoreUnavailable as error:
             log.warning("give_back_failed", extra={"cause": error.message})
-
-
-__all__ = ["SessionBusy", "SessionStore", "TenantLimit"]

@@ -40,9 +40,7 @@ class Score:
     sinks: torch.Tensor | None = None
 
 
-def attend(
-    query: torch.Tensor, kv: KVMemory, layer: int, spans: list[Span], score: Score
-) -> torch.Tensor:
+def attend(query: torch.Tensor, kv: KVMemory, layer: int, spans: list[Span], score: Score) -> torch.Tensor:
     """Attention of all rows of a step.
 
     Args:
@@ -72,9 +70,7 @@ def _last(span: Span, window: int | None) -> torch.Tensor | slice:
     return span.slots[skip:]
 
 
-def _attend_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score
-) -> torch.Tensor:
+def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score) -> torch.Tensor:
     if score.softcap is not None or score.sinks is not None:  # SDPA can do neither
         return _plain(query, key, value, span, score)
     if span.count == 1:
@@ -84,9 +80,7 @@ def _attend_one(
     return _causal(query, key, value, span.start, score.scale)
 
 
-def _plain(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score
-) -> torch.Tensor:
+def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score) -> torch.Tensor:
     skipped = span.length - key.shape[1]
     return reference.attend(
         query,
@@ -108,9 +102,7 @@ def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
     return out.reshape(query.shape[0], 1, value.shape[2])
 
 
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scale: float
-) -> torch.Tensor:
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scale: float) -> torch.Tensor:
     """Old keys without a mask, own keys causally, merged by log-sum-exp: no mask is ever made."""
     own, own_lse = _flash(query, key[:, start:], value[:, start:], causal=True, scale=scale)
     if start == 0:
@@ -129,9 +121,7 @@ def _flash(
     return out[0], lse[0].to(out.dtype)
 
 
-def _windowed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score
-) -> torch.Tensor:
+def _windowed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score) -> torch.Tensor:
     """A chunk that reaches beyond the window needs a mask: ``[T, T + window]`` at most, made once a step."""
     assert score.window is not None
     mask = span.masks.get(score.window)

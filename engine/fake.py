@@ -1,0 +1,109 @@
+"""Owns a deterministic engine without a model: same scheduler, same books, settable time, size, speed and faults.
+
+For tests of everything around an engine, and for trials of a configuration on a machine without weights. Its vocabulary
+is bytes, its answers are words drawn from a hash of the prompt, so that equal prompts give equal answers on any host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.core import EngineCore
+from engine.protocol import EngineLimits, LoadReport
+from engine.scheduler import Chunk
+from policies.errors import LoadFailed
+
+EOS = 0
+VOCABULARY = 256
+WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "juniper")
+
+
+@dataclass(frozen=True, slots=True)
+class FakeSettings:
+    """What the fake engine pretends. Seconds are slept; bytes are only reported."""
+
+    load_seconds: float = 0.0
+    wake_seconds: float = 0.0
+    step_seconds: float = 0.0
+    prefill_seconds_per_token: float = 0.0
+    kv_capacity_tokens: int = 65_536
+    weight_bytes: int = 64 * 2**20
+    kv_bytes: int = 64 * 2**20
+    residual_bytes: int = 32 * 2**20
+    reply_words: int = 8
+    load_error: str = ""  # every load fails with this
+    wake_error: str = ""  # every wake fails with this
+    nan_at_token: int = 0  # the n-th token of a generation is not finite
+    die_at_token: int = 0  # SIGKILL to ourselves when the n-th token of the process is made
+
+
+class FakeTokenizer:
+    """Bytes as tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i != EOS or not skip_special_tokens).decode(errors="replace")
+
+
+class FakeEngine(EngineCore):
+    """See the module's text."""
+
+    def __init__(self, limits: EngineLimits, settings: FakeSettings | None = None) -> None:
+        super().__init__(limits)
+        self.settings = settings or FakeSettings()
+        self._made = 0
+
+    def load(self) -> LoadReport:
+        fake = self.settings
+        time.sleep(fake.load_seconds)
+        if fake.load_error:
+            raise LoadFailed(fake.load_error)
+        report = LoadReport(
+            weight_bytes=fake.weight_bytes,
+            kv_bytes=fake.kv_bytes,
+            kv_capacity_tokens=fake.kv_capacity_tokens,
+            peak_bytes=0,
+            residual_bytes=fake.residual_bytes,
+            fingerprint="fake",
+            dtype="bytes",
+            seconds=fake.load_seconds,
+        )
+        self._begin(report, FakeTokenizer(), frozenset({EOS}), VOCABULARY)
+        return report
+
+    def _compute(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        fake = self.settings
+        time.sleep(fake.step_seconds + fake.prefill_seconds_per_token * sum(c.count for c in chunks if c.count > 1))
+        return [self._next(chunk) for chunk in chunks if chunk.samples]
+
+    def _next(self, chunk: Chunk) -> int | None:
+        self._made += 1
+        if self._made == self.settings.die_at_token:
+            os.kill(os.getpid(), signal.SIGKILL)
+        request = chunk.context.request
+        position = chunk.context.num_generated
+        if position + 1 == self.settings.nan_at_token:
+            return None
+        reply = reply_to(request.prompt_token_ids, self.settings.reply_words)
+        return reply[position] if position < len(reply) else EOS
+
+    def _give_back(self) -> None:
+        """Nothing is held."""
+
+    def _take_again(self) -> None:
+        time.sleep(self.settings.wake_seconds)
+        if self.settings.wake_error:
+            raise MemoryError(self.settings.wake_error)
+
+
+def reply_to(prompt_token_ids: Sequence[int], words: int) -> bytes:
+    """The fake's whole answer to a prompt."""
+    digest = hashlib.sha256(bytes(prompt_token_ids)).digest()
+    return " ".join(WORDS[digest[i % 32] % len(WORDS)] for i in range(words)).encode()

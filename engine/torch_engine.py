@@ -1,0 +1,61 @@
+"""Owns the engine of real models: torch weights, paged KV, transformers' model code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from engine import sampler
+from engine.core import EngineCore
+from engine.loader import load_model
+from engine.protocol import EngineLimits, LoadReport
+from engine.scheduler import Chunk
+
+
+class TorchEngine(EngineCore):
+    """Inference for one causal language model."""
+
+    def __init__(self, path: Path, memory_bytes: int, limits: EngineLimits, dtype: str = "float32") -> None:
+        """Nothing is read before ``load``.
+
+        Args:
+            path: directory with config.json, safetensors and tokenizer.json.
+            memory_bytes: all this process may hold: residual + weights + activation peak + KV pool.
+        """
+        super().__init__(limits)
+        self.path = path
+        self.memory_bytes = memory_bytes
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def load(self) -> LoadReport:
+        loaded = load_model(self.path, self.memory_bytes, self.limits, self.dtype, self.device)
+        self.limits = loaded.limits
+        self._weights, self._kv, self._runner = loaded.weights, loaded.kv, loaded.runner
+        tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
+        self._begin(loaded.report, tokenizer, loaded.eos_token_ids, loaded.vocabulary)
+        return loaded.report
+
+    def _compute(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        logits = self._runner.run(chunks, self._kv)
+        sampled = [chunk.context for chunk in chunks if chunk.samples]
+        if not sampled:
+            return []
+        finite = sampler.finite_rows(logits)
+        tokens = sampler.sample(
+            logits.nan_to_num(0.0),
+            [context.request.sampling for context in sampled],
+            [context.num_tokens for context in sampled],
+        )
+        return [token if ok else None for token, ok in zip(tokens, finite, strict=True)]
+
+    def _give_back(self) -> None:
+        self._weights.sleep()
+        self._kv.give_back()
+
+    def _take_again(self) -> None:
+        self._weights.wake()
+        self._kv.take_again()

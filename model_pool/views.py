@@ -1,0 +1,154 @@
+"""Owns the frozen pictures taken of the pool: what a policy decides on, what ``ps`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from model_pool.effects import ModelStatus
+from model_pool.ledger import Ledger
+from model_pool.slot import PoolSettings, Slot
+from model_pool.states import STARTABLE
+from model_pool.tickets import TicketDesk
+from policies.ordering import tier_then_arrival
+from policies.types import DemandView, HostView, ModelState, PoolView, Tier
+
+
+class Views:
+    """Reads slots, ledger and tickets; changes nothing."""
+
+    def __init__(
+        self, slots: Mapping[str, Slot], ledger: Ledger, desk: TicketDesk, devices: Iterable[str], settings: PoolSettings
+    ) -> None:
+        self._slots = slots
+        self._ledger = ledger
+        self._desk = desk
+        self._devices = tuple(devices)
+        self._settings = settings
+
+    def in_flight(self, slot: Slot, now: float) -> int:
+        """Generations and tickets not yet redeemed: a host with either is busy."""
+        return slot.in_flight + len(self._desk.unredeemed(slot.ref, now))
+
+    def pool(self, device: str, demand: Iterable[DemandView], now: float) -> PoolView:
+        hosts = (self._host(slot, now) for slot in self._slots.values() if self._is_on(slot, device))
+        budget = self._ledger.budget_bytes(device)
+        return PoolView(
+            now=now,
+            device=device,
+            budget_bytes=budget,
+            booked_bytes=budget - self._ledger.free_bytes(device),
+            hosts=tuple(hosts),
+            demand=tuple(demand),
+            min_resident_seconds=self._settings.min_resident_seconds,
+        )
+
+    def demand(self, now: float) -> dict[str, list[DemandView]]:
+        """Actionable demand by device, each model on one device."""
+        wanted = [d for slot in self._slots.values() if (d := self._demand(slot, now)) is not None]
+        wanted.sort(key=lambda d: (not d.committed, self._rank(d, now)))
+        claimed_bytes = dict.fromkeys(self._devices, 0)
+        by_device: dict[str, list[DemandView]] = {device: [] for device in self._devices}
+        for demand in wanted:
+            device = self._device_for(self._slots[demand.model], claimed_bytes)
+            claimed_bytes[device] += demand.need_bytes - self._ledger.held_bytes(self._slots[demand.model].ref.name)
+            by_device[device].append(demand)
+        return by_device
+
+    def reachable_bytes(self, slot: Slot, device: str) -> int:
+        """What this model could ever have on a device while the pinned models stay."""
+        pinned = sum(
+            self._ledger.held_bytes(other.ref.name)
+            for other in self._slots.values()
+            if other is not slot and other.spec.pinned and self._is_on(other, device)
+        )
+        return self._ledger.budget_bytes(device) - pinned
+
+    def elsewhere(self, slot: Slot) -> str | None:
+        """Another device that could hold this model, if one could."""
+        others = (d for d in self._devices if d != slot.device)
+        return next((d for d in others if self.reachable_bytes(slot, d) >= slot.need_bytes), None)
+
+    def status(self, slot: Slot, now: float) -> ModelStatus:
+        return ModelStatus(
+            model=slot.name,
+            state=slot.state,
+            memory_bytes=self._ledger.held_bytes(slot.ref.name),
+            residual_bytes=slot.residual_bytes,
+            in_flight=self.in_flight(slot, now),
+            waiting=self._desk.waiting(slot.name),
+            last_used=slot.last_used,
+            cause=slot.cause.message if slot.cause else None,
+            host=slot.ref.name,
+            epoch=slot.ref.epoch,
+            device=slot.device,
+            since=slot.since,
+            pinned=slot.spec.pinned,
+            cooldown_until=slot.cooldown_until,
+        )
+
+    def waiting_for(self, slot: Slot, now: float) -> str:
+        """Why a request still waits, for its error message."""
+        free = ", ".join(f"{self._ledger.free_bytes(d)} bytes free on {d}" for d in self._devices)
+        return (
+            f"{slot.name} is {slot.state} for {now - slot.since:.1f} s: needs {slot.need_bytes} bytes, {free}, "
+            f"{self._desk.waiting(slot.name)} waiting; {slot.last_decision or 'it goes on without this request'}"
+        )
+
+    def _rank(self, demand: DemandView, now: float) -> tuple[int, float]:
+        return tier_then_arrival(demand.best_tier, demand.oldest_arrival, now, self._settings.aging_seconds)
+
+    def _is_on(self, slot: Slot, device: str) -> bool:
+        return slot.device == device and self._ledger.has(slot.ref.name)
+
+    def _demand(self, slot: Slot, now: float) -> DemandView | None:
+        """None when nobody wants it, or nothing can be done for it in this state."""
+        queue = self._desk.queue(slot.name, now)
+        if slot.state not in STARTABLE or slot.cooling(now):
+            return None
+        arrivals = [ticket.arrival for ticket in queue]
+        if slot.wanted_since is not None:
+            arrivals.append(slot.wanted_since)
+        if not arrivals and not slot.committed:  # a load is not tied to who asked for it
+            return None
+        return DemandView(
+            model=slot.name,
+            need_bytes=slot.need_bytes,
+            oldest_arrival=min(arrivals, default=now),
+            best_tier=min((ticket.tier for ticket in queue), default=Tier.STANDARD),
+            waiting=len(queue),
+            committed=slot.committed,
+        )
+
+    def _device_for(self, slot: Slot, claimed_bytes: Mapping[str, int]) -> str:
+        """A living or committed host stays where it is; others go where there is room, or could be."""
+        if slot.device is not None and (slot.state is not ModelState.COLD or slot.committed):
+            return slot.device
+
+        def worth(device: str) -> tuple[bool, bool, int]:
+            free = self._ledger.free_bytes(device) - claimed_bytes[device]
+            return free >= slot.need_bytes, self.reachable_bytes(slot, device) >= slot.need_bytes, free
+
+        return max(self._devices, key=worth)
+
+    def _host(self, slot: Slot, now: float) -> HostView:
+        held = self._ledger.held_bytes(slot.ref.name)
+        kept = min(slot.residual_bytes, held)
+        state = slot.state
+        if state is ModelState.SLEEPING:
+            kept = held
+        elif state in (ModelState.UNLOADING, ModelState.FAILED) or slot.unload_after:
+            kept = 0
+        return HostView(
+            host=slot.ref.name,
+            model=slot.name,
+            state=ModelState.UNLOADING if state is ModelState.FAILED else state,
+            device=slot.device or "",
+            resident_bytes=held - kept,
+            residual_bytes=kept,
+            in_flight=self.in_flight(slot, now),
+            last_used=slot.last_used,
+            ready_since=slot.ready_since,
+            pinned=slot.spec.pinned,
+            waiting=self._desk.waiting(slot.name),
+            tier=slot.tier,
+        )

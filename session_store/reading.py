@@ -1,0 +1,150 @@
+"""Owns reading sessions back, listing and deleting them. None of it takes a lease.
+
+A session exists once it has a committed turn. Another tenant's session is another key: it is as if it did
+not exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from redis.asyncio.client import Pipeline
+
+from policies.errors import BadRequest, SessionNotFound
+from session_store.client import ScriptClient
+from session_store.items import Item
+from session_store.keys import session_keys, tenant_keys
+from session_store.records import SessionInfo, SessionPage, TenantUsage
+
+_META = ("version", "created_ms", "updated_ms")
+_META_ANSWERS = 5  # commands that _ask_info sends
+
+
+class SessionReader:
+    """The half of the store that changes nothing in a turn."""
+
+    def __init__(self, client: ScriptClient) -> None:
+        self._client = client
+
+    async def ping(self) -> None:
+        """StoreUnavailable unless Redis answers."""
+        await self._client.read(lambda pipe: pipe.ping())
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def read_items(self, tenant: str, session_id: str, start: int = 0, count: int = 100) -> tuple[Item, ...]:
+        """``count`` items from index ``start`` (0 = the oldest). SessionNotFound."""
+        if start < 0 or count < 1:
+            raise BadRequest(f"start must be 0 or more and count 1 or more, not {start} and {count}")
+        keys = session_keys(tenant, session_id)
+
+        def build(pipe: Pipeline) -> None:
+            pipe.hget(keys.meta, "version")
+            pipe.lrange(keys.items, start, start + count - 1)
+
+        version, data = await self._client.read(build)
+        _check_exists(session_id, version)
+        return tuple(Item.from_json(item) for item in data)
+
+    async def read_incomplete(self, tenant: str, session_id: str) -> tuple[dict[str, Any], ...]:
+        """The remembered attempts that were not committed, oldest first: turn_id, reason, used_tokens."""
+        keys = session_keys(tenant, session_id)
+        (attempts,) = await self._client.read(lambda pipe: pipe.lrange(keys.incomplete, 0, -1))
+        return tuple(orjson.loads(attempt) for attempt in attempts)
+
+    async def session_info(self, tenant: str, session_id: str) -> SessionInfo:
+        """SessionNotFound if it has no committed turn."""
+        info = _info(tenant, session_id, await self._client.read(lambda pipe: _ask_info(pipe, tenant, session_id)))
+        if info is None:
+            raise _not_found(session_id)
+        return info
+
+    async def list_sessions(self, tenant: str, cursor: str | None = None, count: int = 100) -> SessionPage:
+        """Sessions of a tenant, last used first. One that is used while paging may appear on no later
+        page."""
+        newest = "+inf" if cursor is None else f"({_check_cursor(cursor)}"
+        index = tenant_keys(tenant).sessions
+        (rows,) = await self._client.read(
+            lambda pipe: pipe.zrevrangebyscore(index, newest, "-inf", start=0, num=count, withscores=True)
+        )
+        ids = [session_id.decode() for session_id, _ in rows]
+
+        def build(pipe: Pipeline) -> None:
+            for session_id in ids:
+                _ask_info(pipe, tenant, session_id)
+
+        got = await self._client.read(build) if ids else []
+        infos = (
+            _info(tenant, session_id, got[i * _META_ANSWERS : (i + 1) * _META_ANSWERS])
+            for i, session_id in enumerate(ids)
+        )
+        sessions = tuple(info for info in infos if info is not None)  # the index may outlive a session
+        return SessionPage(sessions, f"{rows[-1][1]:.0f}" if len(rows) == count else None)
+
+    async def delete_session(self, tenant: str, session_id: str) -> None:
+        """Drop a session whole; a turn that runs on it will find its lease lost. SessionNotFound."""
+        keys = session_keys(tenant, session_id)
+
+        def build(pipe: Pipeline) -> None:
+            pipe.hget(keys.meta, "version")
+            pipe.delete(*keys.all())
+            pipe.zrem(tenant_keys(tenant).sessions, session_id)
+
+        version, _, _ = await self._client.read(build)
+        _check_exists(session_id, version)
+
+    async def tenant_usage(self, tenant: str) -> TenantUsage:
+        """What a tenant has used so far, and what it holds now (lapsed places may count until the next
+        reserve)."""
+        keys = tenant_keys(tenant)
+
+        def build(pipe: Pipeline) -> None:
+            pipe.hmget(keys.usage, "tokens", "turns")
+            pipe.hvals(keys.reserved)
+
+        (tokens, turns), reserved = await self._client.read(build)
+        return TenantUsage(int(tokens or 0), int(turns or 0), len(reserved), sum(map(int, reserved)))
+
+
+def _ask_info(pipe: Pipeline, tenant: str, session_id: str) -> None:
+    keys = session_keys(tenant, session_id)
+    pipe.hmget(keys.meta, *_META)
+    pipe.pttl(keys.meta)
+    pipe.llen(keys.items)
+    pipe.llen(keys.incomplete)
+    pipe.hget(keys.lease, "turn")
+
+
+def _info(tenant: str, session_id: str, answers: list[Any]) -> SessionInfo | None:
+    (version, created_ms, updated_ms), ttl_ms, items, incomplete, turn_id = answers
+    if not int(version or 0):
+        return None
+    return SessionInfo(
+        tenant=tenant,
+        session_id=session_id,
+        version=int(version),
+        items=items,
+        incomplete=incomplete,
+        created=int(created_ms) / 1000,
+        updated=int(updated_ms) / 1000,
+        expires_in_seconds=ttl_ms / 1000,
+        running_turn_id=turn_id.decode() if turn_id else None,
+    )
+
+
+def _check_exists(session_id: str, version: bytes | None) -> None:
+    if not int(version or 0):
+        raise _not_found(session_id)
+
+
+def _not_found(session_id: str) -> SessionNotFound:
+    return SessionNotFound(f"there is no session {session_id}", param="session_id")
+
+
+def _check_cursor(cursor: str) -> int:
+    if not (cursor.isascii() and cursor.isdigit()):
+        raise BadRequest("cursor must be one that an earlier page returned", param="cursor")
+    return int(cursor)
