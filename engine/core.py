@@ -1,6 +1,6 @@
-"""Owns the engine's step — schedule, run, commit — and the lives of its contexts. Torch-free; not thread-safe (``loop``).
+"""Owns the engine's step — schedule, run, commit — and the lives of its contexts. Torch-free.
 
-``EngineCore`` is completed by what computes: ``torch_engine`` for real models, ``fake`` for tests and trials.
+Not thread-safe: ``loop`` gives it a thread of its own. ``EngineCore`` is completed by what computes: ``torch_engine`` for real models, ``fake`` for tests and trials.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ class EngineCore(ABC):
 
     @abstractmethod
     def load(self) -> LoadReport:
-        """Get ready to run; ends with ``_begin``."""
+        """Read the weights, measure, allocate; ends with ``_begin``."""
+
+    @abstractmethod
+    def _warm(self) -> None:
+        """Run the shapes that traffic will use, and remember what the canary prompt is answered with."""
+
+    @abstractmethod
+    def _canary(self) -> None:
+        """Ask the canary prompt again; EngineError when the answer is not what it was at the load."""
 
     @abstractmethod
     def _compute(self, chunks: Sequence[Chunk]) -> list[int | None]:
@@ -52,17 +60,20 @@ class EngineCore(ABC):
         self.report = report
         self._decoder, self._eos, self._vocabulary = decoder, eos, vocabulary
         self._scheduler = Scheduler(self.limits, BlockPool(report.kv_capacity_tokens // self.limits.block_size))
-        self._awake = True
 
     # -- life of the model -------------------------------------------------------
+
+    def warm(self) -> None:
+        self._warm()
+        self._awake = True
 
     def sleep(self) -> None:
         if self._contexts:
             raise EngineError(f"{len(self._contexts)} generations are live; drain before sleeping")
         if self._awake:
+            self._awake = False
             self._scheduler.pool.clear_cache()  # the KV goes: nothing may be found again
             self._give_back()
-            self._awake = False
 
     def wake(self) -> None:
         if self._awake:
@@ -72,6 +83,7 @@ class EngineCore(ABC):
         except (RuntimeError, MemoryError) as error:
             self._give_back()
             raise HostUnavailable(f"not enough memory to wake: {error}") from error
+        self._canary()
         self._awake = True
 
     # -- generations -------------------------------------------------------------
@@ -136,7 +148,7 @@ class EngineCore(ABC):
         tokens = request.prompt_token_ids
         if not tokens:
             raise BadRequest("the prompt has no tokens", param="messages")
-        top = max(max(tokens), *request.delivered_token_ids, 0)
+        top = max(*tokens, *request.delivered_token_ids, 0)
         if min(tokens) < 0 or top >= self._vocabulary:
             raise BadRequest(f"token id {top} is outside the vocabulary of {self._vocabulary}", param="messages")
         if request.sampling.max_tokens <= len(request.delivered_token_ids):

@@ -1,7 +1,8 @@
-"""Owns what we measure of the machine: process memory, activation peaks, thread choice."""
+"""Owns what we measure with torch: activation peaks, thread choice."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -9,11 +10,7 @@ from pathlib import Path
 
 import torch
 
-
-def held_bytes() -> int:
-    """RssAnon + shared memory of this process: what it holds besides pages of mapped files (Linux)."""
-    fields = _status()
-    return fields["RssAnon"] + fields["RssShmem"]
+from engine.memory import status_bytes
 
 
 def peak_of(step: Callable[[], object]) -> int:
@@ -26,13 +23,11 @@ def peak_of(step: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated()
         step()
         return torch.cuda.max_memory_allocated() - before
-    try:
+    with contextlib.suppress(OSError):  # not permitted in some sandboxes: the mark then only over-states the peak
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # not permitted in some sandboxes: the mark then only over-states the peak
-        pass
-    before = _status()["VmRSS"]
+    before = status_bytes()["VmRSS"]
     step()
-    return max(0, _status()["VmHWM"] - before)
+    return max(0, status_bytes()["VmHWM"] - before)
 
 
 def choose_threads(step: Callable[[], object], limit: int | None = None) -> int:
@@ -55,12 +50,3 @@ def choose_threads(step: Callable[[], object], limit: int | None = None) -> int:
     best = min(timings, key=lambda threads: timings[threads])
     torch.set_num_threads(best)
     return best
-
-
-def _status() -> dict[str, int]:
-    fields = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if rest.endswith("kB"):
-            fields[name] = int(rest.split()[0]) * 1024
-    return fields

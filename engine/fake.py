@@ -78,6 +78,12 @@ class FakeEngine(EngineCore):
         self._begin(report, FakeTokenizer(), frozenset({EOS}), VOCABULARY)
         return report
 
+    def _warm(self) -> None:
+        """Nothing is cold."""
+
+    def _canary(self) -> None:
+        """Nothing can have changed."""
+
     def _compute(self, chunks: Sequence[Chunk]) -> list[int | None]:
         fake = self.settings
         time.sleep(fake.step_seconds + fake.prefill_seconds_per_token * sum(c.count for c in chunks if c.count > 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from engine import device as machine
 from engine.attention import paged
 from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
-from engine.context import Context
-from engine.protocol import EngineLimits, GenerationRequest, LoadReport, SamplingParams
+from engine.canary import made_up_step
+from engine.memory import held_bytes
+from engine.protocol import EngineLimits, LoadReport
 from engine.runner import Runner
-from engine.scheduler import Chunk
 from engine.weights import Weights
 from policies.errors import DoesNotFit, LoadFailed
 
@@ -45,7 +44,7 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
     KV bytes = memory_bytes − weights − activation peak of the largest step − process residual.
     """
     begin = time.monotonic()
-    residual = machine.held_bytes()
+    residual = held_bytes()
     config = _read_config(path)
     limits = _fit_window(config, limits)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=paged.NAME)
@@ -56,7 +55,6 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
     peak = _measure(runner, layers, limits, dtype, device)
     spare = memory_bytes - weights.nbytes - weights.private_bytes - peak - residual
     kv = _allocate(spare, layers, limits, dtype, device, _explain(memory_bytes, weights.nbytes, peak, residual))
-    _steps(runner, kv, limits)()  # touches the pool's first pages, and warms the shapes of decoding
     report = LoadReport(
         weight_bytes=weights.nbytes,
         kv_bytes=kv.nbytes,
@@ -110,33 +108,13 @@ def _measure(
     slots = -(-limits.step_tokens // limits.block_size) * limits.block_size
     scratch = KVMemory(layers, slots, dtype, device)
     rows = min(limits.max_running, limits.step_tokens)
-    decode = _run_chunks(runner, scratch, limits, [1] * min(4, rows))
+    decode = made_up_step(runner, scratch, limits, [[1]] * min(4, rows))
     if device == "cpu":
         machine.choose_threads(decode)
     per_context = max(1, limits.step_tokens // rows)
-    widest = _run_chunks(runner, scratch, limits, [per_context] * rows)
-    longest = _run_chunks(runner, scratch, limits, [limits.step_tokens])
+    widest = made_up_step(runner, scratch, limits, [[1] * per_context] * rows)
+    longest = made_up_step(runner, scratch, limits, [[1] * limits.step_tokens])
     return max(machine.peak_of(widest), machine.peak_of(longest))
-
-
-def _steps(runner: Runner, kv: KVMemory, limits: EngineLimits) -> Callable[[], None]:
-    def run() -> None:
-        for rows in {1, min(2, limits.max_running), min(8, limits.max_running)}:
-            _run_chunks(runner, kv, limits, [1] * rows)()
-
-    return run
-
-
-def _run_chunks(runner: Runner, kv: KVMemory, limits: EngineLimits, counts: list[int]) -> Callable[[], object]:
-    """A step of made-up contexts; they share blocks, since only time and memory are of interest."""
-    blocks = kv.num_slots // limits.block_size
-    chunks = []
-    for count in counts:
-        request = GenerationRequest("warm", 0, (1,) * count, SamplingParams(1, 0), tenant="")
-        context = Context(request, b"", 0.0)
-        context.block_table = list(range(min(blocks, -(-count // limits.block_size))))
-        chunks.append(Chunk(context, 0, count))
-    return lambda: runner.run(chunks, kv)
 
 
 def _allocate(

@@ -1,9 +1,9 @@
 """Owns the identity of KV: which blocks of two contexts may be shared. Pure.
 
-A block's key is a sha256 over (namespace, parent key, token ids). The namespace holds everything besides the tokens that
-the KV depends on, and the tenant, each part length-prefixed so that ("org_1", "2345") and ("org_12345", "") differ. The
-built-in ``hash()`` is not used: it differs between processes. Technique: hash-chained blocks, as in vLLM's automatic
-prefix caching.
+A block's key is a sha256 over (namespace, parent key, token ids). The namespace holds everything besides the tokens
+that the KV depends on, and the tenant, each part length-prefixed so that ("org_1", "2345") and ("org_12345", "")
+differ. The built-in ``hash()`` is not used: it differs between processes. Technique: hash-chained blocks, as in vLLM's
+automatic prefix caching.
 """
 
 from __future__ import annotations

@@ -133,7 +133,10 @@ class Engine(Protocol):
     limits: EngineLimits
 
     def load(self) -> LoadReport:
-        """Read the weights, measure, allocate the KV pool, warm up."""
+        """Read the weights, measure, allocate the KV pool."""
+
+    def warm(self) -> None:
+        """First steps, on nobody's request; requests are taken from then on."""
 
     def add(self, request: GenerationRequest) -> None:
         """Accept a generation; BadRequest or QueueFull when it cannot be."""
@@ -150,7 +153,10 @@ class Engine(Protocol):
         """Give weights and KV back. Only with no generation live."""
 
     def wake(self) -> None:
-        """Copy the weights back. Raises, still asleep, when memory is short."""
+        """Copy the weights back and ask the canary.
+
+        HostUnavailable, still asleep, when memory is short; EngineError when the canary's answer is wrong.
+        """
 
     def stats(self) -> EngineStats: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -59,7 +60,7 @@ class Runner:
         """Slots of tokens ``0..length-1``: a slice when the blocks adjoin, so that nothing is gathered."""
         size = self._block_size
         used = table[: -(-length // size)]
-        if used[-1] - used[0] == len(used) - 1 and all(b - a == 1 for a, b in zip(used, used[1:], strict=False)):
+        if used[-1] - used[0] == len(used) - 1 and all(b - a == 1 for a, b in itertools.pairwise(used)):
             return slice(used[0] * size, used[0] * size + length)
         slots = torch.tensor(used)[:, None] * size + self._offsets
         return slots.view(-1)[:length]

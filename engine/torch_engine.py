@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from engine import sampler
+from engine import canary, sampler
+from engine.canary import warm_up
 from engine.core import EngineCore
 from engine.loader import load_model
 from engine.protocol import EngineLimits, LoadReport
@@ -38,6 +39,13 @@ class TorchEngine(EngineCore):
         tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
         self._begin(loaded.report, tokenizer, loaded.eos_token_ids, loaded.vocabulary)
         return loaded.report
+
+    def _warm(self) -> None:
+        warm_up(self._runner, self._kv, self.limits)
+        self._canary_tokens = canary.answer(self._runner, self._kv, self.limits)
+
+    def _canary(self) -> None:
+        canary.check(self._runner, self._kv, self.limits, self._canary_tokens)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[int | None]:
         logits = self._runner.run(chunks, self._kv)

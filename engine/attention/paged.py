@@ -1,8 +1,8 @@
 """Owns the one attention function registered with transformers.
 
-The model code calls it for every layer with rotated, unrepeated heads; it stores keys and values in the pool and attends
-over it. The state of the step travels in a ContextVar: some families drop custom keyword arguments, and a global would
-break two engines in one process.
+The model code calls it for every layer with rotated, unrepeated heads; it stores keys and values in the pool and
+attends over it. The state of the step travels in a ContextVar: some families drop custom keyword arguments, and a
+global would break two engines in one process.
 """
 
 from __future__ import annotations

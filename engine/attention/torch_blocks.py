@@ -1,7 +1,7 @@
 """Owns paged attention on CPU tensors: one request at a time over its own blocks, never a dense T × ΣK mask.
 
-Sources: PagedAttention (vLLM, SOSP 2023) for the block tables; the merge of two partial softmaxes by their log-sum-exp is
-FlashAttention's / Flash-Decoding's.
+Sources: PagedAttention (vLLM, SOSP 2023) for the block tables; the merge of two partial softmaxes by their log-sum-exp
+is FlashAttention's and Flash-Decoding's.
 """
 
 from __future__ import annotations

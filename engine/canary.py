@@ -1,0 +1,57 @@
+"""Owns the steps nobody asked for: warm-up, and the fixed prompt whose answer must survive every sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.attention.kv import KVMemory
+from engine.context import Context
+from engine.protocol import EngineLimits, GenerationRequest, SamplingParams
+from engine.runner import Runner
+from engine.scheduler import Chunk
+from policies.errors import EngineError
+
+PROMPT = (1, 2, 3, 5, 8, 13, 21, 34)  # any ids do: only sameness matters
+MOST_TOKENS = 4
+MARGIN = 1e-3  # lead over the runner-up below which rounding could change a token
+
+
+def warm_up(runner: Runner, kv: KVMemory, limits: EngineLimits) -> None:
+    """Run the shapes of decoding once."""
+    for rows in sorted({1, min(2, limits.max_running), min(8, limits.max_running)}):
+        made_up_step(runner, kv, limits, [[1]] * rows)()
+
+
+def answer(runner: Runner, kv: KVMemory, limits: EngineLimits) -> tuple[int, ...]:
+    """The greedy continuation of the canary prompt, as far as every choice is clear by the margin."""
+    tokens: tuple[int, ...] = ()
+    while len(tokens) < MOST_TOKENS:
+        top = made_up_step(runner, kv, limits, [[*PROMPT, *tokens]])().topk(2)
+        if float(top.values[0, 0] - top.values[0, 1]) < MARGIN:
+            break
+        tokens += (int(top.indices[0, 0]),)
+    return tokens
+
+
+def check(runner: Runner, kv: KVMemory, limits: EngineLimits, known: tuple[int, ...]) -> None:
+    """One forward over prompt and answer must give the answer's last token again; EngineError otherwise."""
+    if known:
+        said = int(made_up_step(runner, kv, limits, [[*PROMPT, *known[:-1]]])().argmax())
+        if said != known[-1]:
+            raise EngineError(f"canary answered {said} instead of {known[-1]}: the weights are not what they were")
+
+
+def made_up_step(
+    runner: Runner, kv: KVMemory, limits: EngineLimits, prompts: list[list[int]]
+) -> Callable[[], torch.Tensor]:
+    """A step of made-up contexts, from their first token; they share blocks, which is only right for one alone."""
+    blocks = kv.num_slots // limits.block_size
+    chunks = []
+    for prompt in prompts:
+        request = GenerationRequest("warm", 0, tuple(prompt), SamplingParams(1, 0), tenant="")
+        context = Context(request, b"", 0.0)
+        context.block_table = list(range(min(blocks, -(-len(prompt) // limits.block_size))))
+        chunks.append(Chunk(context, 0, len(prompt)))
+    return lambda: runner.run(chunks, kv)
