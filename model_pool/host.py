@@ -1,0 +1,337 @@
+"""Owns the engine host: the Ray actor around one engine. It keeps its own state, and outlives the controller.
+
+Methods answer with an OrchestratorError as a value instead of raising it: Ray would wrap it in classes of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from engine.fake import FakeEngine, FakeSettings
+from engine.loop import EngineLoop
+from engine.memory import held_bytes
+from engine.protocol import Engine, EngineLimits, EngineStats, GenerationRequest, LoadReport, Output
+from model_pool.channels import Channels
+from model_pool.effects import HostRef, HostReport
+from model_pool.states import MODEL_EDGES
+from policies.errors import EngineError, HostUnavailable, LoadFailed, OrchestratorError
+from policies.types import ModelState, check_edge
+
+NAMESPACE = "orchestrator"
+SILENCE_SECONDS = 3.0  # a gateway that has not been heard of for this long is dead
+REPORT_SECONDS = 1.0  # how long a watch call waits for a change
+LOWEST_PRIORITY = 19
+REDEEMED_KEPT = 512
+
+S = ModelState
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """All that a host must know to load its model."""
+
+    ref: HostRef
+    path: str  # model directory; unused by the fake engine
+    memory_bytes: int
+    limits: EngineLimits
+    dtype: str = "float32"
+    fake: FakeSettings | None = None  # the fake engine instead of a real one
+    ticket_seconds: float = 10.0  # how long an unredeemed ticket holds up draining
+
+
+@dataclass(frozen=True, slots=True)
+class HostPicture:
+    """Everything about a host, for its controller and for people."""
+
+    spec: HostSpec
+    report: HostReport
+    stats: EngineStats
+    loaded: LoadReport | None
+    pid: int
+    cause: OrchestratorError | None = None
+
+
+@dataclass(slots=True)
+class _Draining:
+    """What a draining host still waits for."""
+
+    tickets: set[str]
+    until: float  # monotonic seconds; tickets not redeemed by then are forfeit
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EngineHost:
+    """See the module's text. One asyncio loop owns all state here; the engine has a thread of its own."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self._spec = spec
+        self._state = S.COLD
+        self._engine: Engine = _make_engine(spec)
+        self._loaded: LoadReport | None = None
+        self._cause: OrchestratorError | None = None
+        self._channels = Channels(SILENCE_SECONDS)
+        self._redeemed: deque[str] = deque(maxlen=REDEEMED_KEPT)
+        self._last_used = time.time()
+        self._stats = EngineStats()
+        self._residual_bytes = 0
+        self._draining: _Draining | None = None
+        self._changed = asyncio.Event()
+        self._asyncio = asyncio.get_running_loop()
+        self._loop = EngineLoop(self._engine, self._from_engine, self._crash)
+        self._reaper = asyncio.ensure_future(self._watch_gateways())
+
+    # -- life ---------------------------------------------------------------------
+
+    async def load(self) -> HostPicture | OrchestratorError:
+        """Read the weights and measure, at the lowest OS priority so that neighbours do not feel it."""
+        self._move(S.LOADING)
+        try:
+            self._loaded = await _in_thread(self._engine.load)
+            self._residual_bytes = self._loaded.residual_bytes
+            self._move(S.WARMING)
+            self._loop.start()
+            await self._call(lambda engine: engine.warm())
+        except OrchestratorError as error:
+            return self._failed(error)
+        except Exception as error:  # noqa: BLE001 — boundary: whatever a model's loading raises fails this model alone
+            return self._failed(LoadFailed(f"{type(error).__name__}: {error}"))
+        self._move(S.READY)
+        return await self.picture()
+
+    async def drain(self, tickets: tuple[str, ...]) -> OrchestratorError | None:
+        """Take nothing new but these tickets; returns when everything taken is finished."""
+        if self._state is S.READY:
+            self._move(S.DRAINING)
+            unredeemed = set(tickets) - set(self._redeemed)
+            self._draining = _Draining(unredeemed, time.monotonic() + self._spec.ticket_seconds)
+        elif self._state is not S.DRAINING:
+            return HostUnavailable(f"{self._spec.ref.name} is {self._state}: nothing to drain")
+        assert self._draining is not None
+        draining = self._draining
+        self._look_drained()
+        await draining.done.wait()
+        return None
+
+    async def sleep(self) -> HostPicture | OrchestratorError:
+        """Give weights and KV back, and measure what is left."""
+        if self._state is S.SLEEPING:
+            return await self.picture()
+        if self._state is not S.DRAINING or self._channels.in_flight:
+            return HostUnavailable(f"{self._spec.ref.name} is {self._state}, {self._channels.in_flight} in flight")
+        try:
+            await self._call(lambda engine: engine.sleep())
+        except OrchestratorError as error:
+            return error
+        self._residual_bytes = self._measure()
+        self._move(S.SLEEPING)
+        return await self.picture()
+
+    async def wake(self) -> HostPicture | OrchestratorError:
+        if self._state is S.READY:
+            return await self.picture()
+        if self._state is not S.SLEEPING:
+            return HostUnavailable(f"{self._spec.ref.name} is {self._state}: cannot wake")
+        self._move(S.WAKING)
+        try:
+            await self._call(lambda engine: engine.wake())
+        except HostUnavailable as error:
+            self._move(S.SLEEPING)
+            return error
+        except EngineError as error:  # a wrong canary: these weights must not answer anybody
+            self._cause = error
+            os._exit(1)
+        self._move(S.READY)
+        return await self.picture()
+
+    async def check(self) -> OrchestratorError | None:
+        """Do the engine's books balance?"""
+        try:
+            await self._call(lambda engine: engine.check())
+        except OrchestratorError as error:
+            return error
+        return None
+
+    # -- what gateways call ---------------------------------------------------------
+
+    async def open(self, gateway: str) -> AsyncIterator[list[Output]]:
+        """The one stream of a gateway: a list of outputs per step, until the gateway falls silent."""
+        channel = self._channels.open(gateway, time.monotonic())
+        yield []  # tells the gateway that the channel is open
+        async for batch in channel.batches():
+            yield batch
+
+    async def heartbeat(self, gateway: str) -> bool:
+        return self._channels.beat(gateway, time.monotonic())
+
+    async def submit(self, gateway: str, request: GenerationRequest, ticket: str | None) -> OrchestratorError | None:
+        """Begin a generation; its outputs come through the gateway's stream."""
+        refusal = self._refuse(gateway, ticket)
+        if refusal is not None:
+            return refusal
+        key = (request.request_id, request.generation)
+        self._redeem(ticket)
+        self._channels.own(gateway, key)  # before the engine can answer; it also holds up draining
+        try:
+            await self._call(lambda engine: engine.add(request))
+        except OrchestratorError as error:
+            self._channels.disown(key)
+            self._look_drained()
+            return error
+        self._last_used = time.time()
+        return None
+
+    async def cancel(self, request_id: str, generation: int, reason: str) -> bool:
+        self._channels.disown((request_id, generation))
+        known = await self._call(lambda engine: engine.cancel(request_id, generation, reason))
+        self._look_drained()
+        return known
+
+    # -- what the controller and people read -------------------------------------------
+
+    async def picture(self) -> HostPicture:
+        return HostPicture(self._spec, self._report(), self._stats, self._loaded, os.getpid(), self._cause)
+
+    async def watch(self) -> HostPicture:
+        """The picture, after the next change of state or ``REPORT_SECONDS``."""
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), REPORT_SECONDS)
+        except TimeoutError:
+            if self._state in (S.READY, S.DRAINING):
+                self._stats = await self._call(lambda engine: engine.stats())
+        return await self.picture()
+
+    def _report(self) -> HostReport:
+        held = self._state in (S.LOADING, S.WARMING, S.READY, S.DRAINING, S.WAKING)
+        return HostReport(
+            state=self._state,
+            memory_bytes=self._promised() if held else self._residual_bytes,
+            residual_bytes=self._residual_bytes,
+            in_flight=self._channels.in_flight,
+            last_used=self._last_used,
+            redeemed=tuple(self._redeemed),
+        )
+
+    def _promised(self) -> int:
+        """Device bytes this host may come to hold: KV is booked whole, whether filled or not."""
+        loaded = self._loaded
+        if loaded is None:
+            return self._spec.memory_bytes
+        return loaded.weight_bytes + loaded.kv_bytes + loaded.peak_bytes + loaded.residual_bytes
+
+    def _measure(self) -> int:
+        return self._spec.fake.residual_bytes if self._spec.fake is not None else held_bytes()
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _refuse(self, gateway: str, ticket: str | None) -> OrchestratorError | None:
+        if not self._channels.knows(gateway):
+            return HostUnavailable(f"gateway {gateway} has no open stream on {self._spec.ref.name}")
+        if self._state is S.READY:
+            return None
+        if self._draining is not None and self._state is S.DRAINING and ticket in self._draining.tickets:
+            return None
+        return HostUnavailable(f"{self._spec.ref.name} is {self._state}")
+
+    def _redeem(self, ticket: str | None) -> None:
+        if ticket is not None:
+            self._redeemed.append(ticket)
+            if self._draining is not None:
+                self._draining.tickets.discard(ticket)
+
+    def _look_drained(self) -> None:
+        draining = self._draining
+        if draining is None or self._channels.in_flight:
+            return
+        if not draining.tickets or time.monotonic() >= draining.until:
+            draining.done.set()
+            self._draining = None
+
+    def _move(self, new: ModelState) -> None:
+        check_edge(MODEL_EDGES, self._state, new, self._spec.ref.name)
+        self._state = new
+        self._changed.set()
+
+    def _failed(self, error: OrchestratorError) -> OrchestratorError:
+        self._cause = error
+        self._move(S.FAILED)
+        return error
+
+    async def _call(self, command: Callable[[Engine], Any]) -> Any:
+        return await asyncio.wrap_future(self._loop.call(command))
+
+    def _from_engine(self, outputs: Sequence[Output]) -> None:
+        self._asyncio.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        self._last_used = time.time()
+        self._channels.deliver(outputs)
+        self._look_drained()
+
+    def _crash(self, error: BaseException) -> None:
+        """The engine's thread died: so must we, and the controller will see it."""
+        print(f"{self._spec.ref.name}: engine crashed: {type(error).__name__}: {error}", flush=True)
+        os._exit(1)
+
+    async def _watch_gateways(self) -> None:
+        while True:
+            await asyncio.sleep(SILENCE_SECONDS / 6)
+            for request_id, generation in self._channels.reap(time.monotonic()):
+                await self.cancel(request_id, generation, f"its gateway was silent for {SILENCE_SECONDS} s")
+            self._look_drained()
+
+
+def _make_engine(spec: HostSpec) -> Engine:
+    if spec.fake is not None:
+        return FakeEngine(spec.limits, spec.fake)
+    from engine.torch_engine import TorchEngine  # torch: only here, and only in a host's process
+
+    return TorchEngine(Path(spec.path), spec.memory_bytes, spec.limits, spec.dtype)
+
+
+async def _in_thread(work: Callable[[], LoadReport]) -> LoadReport:
+    """Run ``work`` in a thread of the lowest priority that ends with it: a priority given up is not given back."""
+    future: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 — carried to the awaiting task, whatever it is
+            loop.call_soon_threadsafe(future.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(future.set_result, result)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return await future
+
+
+def start_host(spec: HostSpec, device_index: int | None) -> Any:
+    """Create the detached, named actor. It requests no resources: the controller's ledger is the only accountant.
+
+    Args:
+        device_index: the CUDA device it may see; None on a CPU device.
+    """
+    visible = {"CUDA_VISIBLE_DEVICES": "" if device_index is None else str(device_index)}
+    actor = ray.remote(EngineHost).options(
+        name=spec.ref.name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        num_gpus=0,
+        max_restarts=0,
+        max_concurrency=10_000,
+        runtime_env={"env_vars": visible},
+    )
+    return actor.remote(spec)

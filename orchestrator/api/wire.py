@@ -1,0 +1,132 @@
+"""Owns the OpenAI wire models of chat completions: what is accepted, and what is said back.
+
+Known fields that are not supported yet are refused by name (400 ``unsupported_parameter``); a field nobody knows is
+refused too: an option is never ignored silently.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from policies.errors import BadRequest, UnsupportedField
+
+# Fields of the OpenAI API that are known and not built, with the only values that mean "off".
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "web_search_options": (),
+    "keep_alive": (),
+    "store": (False,),
+    "verbosity": (),
+    "prompt_cache_key": (),
+    "safety_identifier": (),
+}
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+
+
+class ChatRequest(BaseModel):
+    """Body of POST /v1/chat/completions."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    user: str | None = None  # carried by clients for their own records
+    metadata: dict[str, str] | None = None
+    session_id: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _some_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > 4:
+            raise ValueError(f"at most 4 stop strings, got {len(stops)}")
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string must not be empty")
+        return value
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def answer_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+def refuse_unsupported(body: Any) -> None:
+    """UnsupportedField for a known field we do not support and that is not switched off; BadRequest for no object."""
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    for name, off in UNSUPPORTED.items():
+        if name in body and body[name] is not None and body[name] not in off:
+            raise UnsupportedField(f"{name!r} is not supported by this service; leave it out", param=name)
+
+
+def drop_switched_off(body: dict[str, Any]) -> dict[str, Any]:
+    """The body without known fields that are switched off, so that what is left can be held against ChatRequest."""
+    return {name: value for name, value in body.items() if name not in UNSUPPORTED}
+
+
+def explain_invalid(errors: list[Any]) -> BadRequest:
+    """The first problem of a pydantic ValidationError as an OpenAI error naming the field."""
+    first = errors[0]
+    location = [str(part) for part in first["loc"] if part not in ("str", "list[TextPart]", "list[str]")]
+    param = ".".join(location) or None
+    if first["type"] == "extra_forbidden":
+        return UnsupportedField(f"unknown field {param!r}", param=param)
+    return BadRequest(f"{param}: {first['msg']}" if param else first["msg"], param=param)

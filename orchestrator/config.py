@@ -1,0 +1,271 @@
+"""Owns the configuration: one YAML file, parsed once, frozen, handed down in slices. Environment is read here only.
+
+Precedence: flag > environment (``ORCHESTRATOR_HTTP__PORT=8001``) > file > default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import ipaddress
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from policies.errors import ConfigError
+from policies.types import Tier
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+
+class Section(BaseModel):
+    """A part of the config: unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _tier(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            return Tier.parse(value)
+        except KeyError:
+            raise ValueError(f"unknown tier {value!r}; one of {', '.join(t.name.lower() for t in Tier)}") from None
+    return value
+
+
+TierField = Annotated[Tier, BeforeValidator(_tier)]
+
+
+class HttpConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535)
+    stream_hold_seconds: float = Field(5.0, ge=0, description="no header is sent before this or the first token")
+    deadline_seconds: float = Field(120.0, gt=0, description="longest wait for the first token")
+    busy_session_seconds: float = Field(2.0, ge=0, description="how long a turn waits for another of its session")
+    gateways: int = Field(1, ge=1, description="gateway replicas")
+
+
+class RedisConfig(Section):
+    url: str | None = Field(None, description="none: a private redis-server is started in state_dir")
+    appendfsync: Literal["always", "everysec", "no"] = Field("everysec", description="of the private server")
+
+
+class RayConfig(Section):
+    address: str | None = Field(None, description="a running cluster; none: one is started on its own ports")
+    num_cpus: int | None = Field(None, ge=1)
+
+
+class DeviceConfig(Section):
+    """One memory that contexts compete for."""
+
+    name: str = Field(pattern=NAME)
+    kind: Literal["cpu", "cuda"] = "cpu"
+    index: int = 0
+    memory: ByteSize = Field(description="bytes that all hosts on it may hold together")
+
+
+class FakeConfig(Section):
+    """The fake engine's behaviour; see engine.fake.FakeSettings."""
+
+    load_seconds: float = 0.0
+    wake_seconds: float = 0.0
+    step_seconds: float = 0.0
+    prefill_seconds_per_token: float = 0.0
+    kv_capacity_tokens: int = 65_536
+    weight_bytes: ByteSize = ByteSize(64 * 2**20)
+    kv_bytes: ByteSize = ByteSize(64 * 2**20)
+    residual_bytes: ByteSize = ByteSize(32 * 2**20)
+    reply_words: int = 8
+    load_error: str = ""
+    wake_error: str = ""
+    nan_at_token: int = 0
+    die_at_token: int = 0
+
+
+class ModelConfig(Section):
+    name: str = Field(pattern=NAME)
+    source: str = Field(description="demo:NAME, a directory, a .gguf file, or 'fake'")
+    memory: ByteSize = Field(description="bytes its host may hold when resident: process, weights, peak and KV pool")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: int = Field(4096, ge=16, description="tokens of prompt and answer together")
+    default_max_tokens: int = Field(512, ge=1, description="answer tokens when the request names no limit")
+    block_size: int = Field(16, ge=1, le=256, description="tokens in one KV block")
+    step_tokens: int = Field(256, ge=16, description="most tokens computed in one step")
+    max_running: int = Field(16, ge=1, description="most generations in one step")
+    max_waiting: int = Field(256, ge=1, description="most generations waiting in the engine, and for the model")
+    pinned: bool = Field(False, description="never evicted for another model")
+    preload: bool = Field(False, description="loaded at start")
+    chat_template: str | None = Field(None, description="jinja2; none: the model's own, else a plain fallback")
+    load_timeout_seconds: float = Field(600.0, gt=0)
+    fake: FakeConfig | None = None
+
+    @model_validator(mode="after")
+    def _fake_needs_source(self) -> ModelConfig:
+        if self.fake is not None and self.source != "fake":
+            raise ValueError("'fake' settings need source: fake")
+        return self
+
+
+class TenantConfig(Section):
+    name: str = Field(pattern=NAME)
+    tier: TierField = Tier.STANDARD
+    key_sha256: tuple[str, ...] = Field((), description="hex sha256 of each API key; keys are never stored")
+    demo_key: str | None = Field(None, description="a key in plain text; only while http.host is loopback")
+    max_concurrent: int = Field(64, ge=1, description="requests in flight")
+    max_reserved_tokens: int = Field(1_000_000, ge=1, description="prompt + max_tokens over requests in flight")
+    admin: bool = Field(False, description="may use /admin")
+
+    @property
+    def key_hashes(self) -> tuple[str, ...]:
+        return self.key_sha256 + ((hash_key(self.demo_key),) if self.demo_key else ())
+
+
+class SessionConfig(Section):
+    ttl_seconds: int = Field(7 * 86_400, ge=60, description="sliding; of every key of a session")
+    lease_seconds: float = Field(15.0, ge=1, description="of one turn; renewed at a third of it")
+    window_items: int = Field(512, ge=2, description="newest items read for a turn")
+
+
+class PoolConfig(Section):
+    policy: str = "lru"
+    min_resident_seconds: float = Field(1.0, ge=0)
+    ticket_seconds: float = Field(10.0, gt=0)
+    cooldown_seconds: float = Field(10.0, ge=0, description="after a failed load; doubles up to 16 times this")
+
+
+class Config(BaseSettings):
+    """The whole configuration."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="ORCHESTRATOR_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
+    )
+
+    state_dir: Path = Field(default_factory=lambda: _xdg("XDG_STATE_HOME", ".local/state"))
+    cache_dir: Path = Field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"))
+    http: HttpConfig = HttpConfig()
+    redis: RedisConfig = RedisConfig()
+    ray: RayConfig = RayConfig()
+    sessions: SessionConfig = SessionConfig()
+    pool: PoolConfig = PoolConfig()
+    devices: tuple[DeviceConfig, ...] = Field(min_length=1)
+    models: tuple[ModelConfig, ...] = Field(min_length=1)
+    tenants: tuple[TenantConfig, ...] = Field(min_length=1)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return env_settings, init_settings
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        for kind, names in (
+            ("device", [d.name for d in self.devices]),
+            ("model", [m.name for m in self.models]),
+            ("tenant", [t.name for t in self.tenants]),
+        ):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            if twice:
+                raise ValueError(f"{kind} names must be unique; twice: {', '.join(twice)}")
+        hashes = [h for t in self.tenants for h in t.key_hashes]
+        if len(set(hashes)) != len(hashes):
+            raise ValueError("two tenants share an API key")
+        demo = [t.name for t in self.tenants if t.demo_key]
+        if demo and not is_loopback(self.http.host):
+            raise ValueError(
+                f"demo_key of {', '.join(demo)}: only allowed while http.host is loopback, not {self.http.host}"
+            )
+        return self
+
+    def model(self, name: str) -> ModelConfig:
+        return next(m for m in self.models if m.name == name)
+
+    def tenant(self, name: str) -> TenantConfig:
+        return next(t for t in self.tenants if t.name == name)
+
+
+def load_config(path: Path, flags: dict[str, Any] | None = None) -> Config:
+    """Read, merge and check; ConfigError (exit code 2) with every problem in one line each.
+
+    Args:
+        flags: nested values that win over environment and file, e.g. ``{"http": {"port": 8001}}``.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: the top level must be a mapping")
+    try:
+        config = Config(**raw)
+        if flags:
+            config = Config.model_validate(_merge(config.model_dump(), flags))
+    except ValidationError as error:
+        raise ConfigError(f"{path}: " + "; ".join(_explain(problem) for problem in error.errors())) from error
+    return config
+
+
+def hash_key(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _xdg(variable: str, fallback: str) -> Path:
+    base = os.environ.get(variable)
+    return (Path(base) if base else Path.home() / fallback) / "context-orchestrator"
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
+    return merged
+
+
+def _explain(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"]) or "config"
+    if problem["type"] != "extra_forbidden":
+        return f"{where}: {problem['msg']}"
+    known = sorted(_fields_at(problem["loc"][:-1]))
+    near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"{where}: unknown key; {hint}"
+
+
+def _fields_at(location: tuple[Any, ...]) -> list[str]:
+    model: Any = Config
+    for part in location:
+        if isinstance(part, str):
+            model = _section_of(model.model_fields[part].annotation)
+    return list(model.model_fields)
+
+
+def _section_of(annotation: Any) -> Any:
+    """The Section inside ``Section``, ``Section | None`` or ``tuple[Section, ...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(found for found in map(_section_of, annotation.__args__) if found is not None)
