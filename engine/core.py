@@ -1,6 +1,7 @@
 """Owns the engine's step — schedule, run, commit — and the lives of its contexts. Torch-free.
 
-Not thread-safe: ``loop`` gives it a thread of its own. ``EngineCore`` is completed by what computes: ``torch_engine`` for real models, ``fake`` for tests and trials.
+Not thread-safe: ``loop`` gives it a thread of its own. ``EngineCore`` is completed by what computes: ``torch_engine``
+for real models, ``fake`` for tests and trials.
 """
 
 from __future__ import annotations

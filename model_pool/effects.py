@@ -44,7 +44,7 @@ class HostReport:
     """What a host says about itself."""
 
     state: ModelState
-    memory_bytes: int  # measured when ready, residual included
+    memory_bytes: int  # measured when ready, residual included; 0: not measured
     residual_bytes: int  # measured while asleep
     in_flight: int = 0  # generations
     last_used: float = 0.0

@@ -45,6 +45,7 @@ class HostSpec:
     memory_bytes: int
     limits: EngineLimits
     dtype: str = "float32"
+    device_index: int | None = None  # the CUDA device it may see; None: CPU
     fake: FakeSettings | None = None  # the fake engine instead of a real one
     ticket_seconds: float = 10.0  # how long an unredeemed ticket holds up draining
 
@@ -86,15 +87,15 @@ class EngineHost:
         self._residual_bytes = 0
         self._draining: _Draining | None = None
         self._changed = asyncio.Event()
-        self._asyncio = asyncio.get_running_loop()
         self._loop = EngineLoop(self._engine, self._from_engine, self._crash)
-        self._reaper = asyncio.ensure_future(self._watch_gateways())
 
     # -- life ---------------------------------------------------------------------
 
     async def load(self) -> HostPicture | OrchestratorError:
         """Read the weights and measure, at the lowest OS priority so that neighbours do not feel it."""
         self._move(S.LOADING)
+        self._asyncio = asyncio.get_running_loop()
+        self._reaper = asyncio.ensure_future(self._watch_gateways())
         try:
             self._loaded = await _in_thread(self._engine.load)
             self._residual_bytes = self._loaded.residual_bytes
@@ -116,10 +117,10 @@ class EngineHost:
             self._draining = _Draining(unredeemed, time.monotonic() + self._spec.ticket_seconds)
         elif self._state is not S.DRAINING:
             return HostUnavailable(f"{self._spec.ref.name} is {self._state}: nothing to drain")
-        assert self._draining is not None
         draining = self._draining
-        self._look_drained()
-        await draining.done.wait()
+        if draining is not None:  # None: drained already, and asked again by a restarted controller
+            self._look_drained()
+            await draining.done.wait()
         return None
 
     async def sleep(self) -> HostPicture | OrchestratorError:
@@ -294,6 +295,7 @@ class EngineHost:
 def _make_engine(spec: HostSpec) -> Engine:
     if spec.fake is not None:
         return FakeEngine(spec.limits, spec.fake)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "" if spec.device_index is None else str(spec.device_index)
     from engine.torch_engine import TorchEngine  # torch: only here, and only in a host's process
 
     return TorchEngine(Path(spec.path), spec.memory_bytes, spec.limits, spec.dtype)
@@ -317,13 +319,8 @@ async def _in_thread(work: Callable[[], LoadReport]) -> LoadReport:
     return await future
 
 
-def start_host(spec: HostSpec, device_index: int | None) -> Any:
-    """Create the detached, named actor. It requests no resources: the controller's ledger is the only accountant.
-
-    Args:
-        device_index: the CUDA device it may see; None on a CPU device.
-    """
-    visible = {"CUDA_VISIBLE_DEVICES": "" if device_index is None else str(device_index)}
+def start_host(spec: HostSpec) -> Any:
+    """Create the detached, named actor. It requests no resources: the controller's ledger is the only accountant."""
     actor = ray.remote(EngineHost).options(
         name=spec.ref.name,
         namespace=NAMESPACE,
@@ -332,6 +329,5 @@ def start_host(spec: HostSpec, device_index: int | None) -> Any:
         num_gpus=0,
         max_restarts=0,
         max_concurrency=10_000,
-        runtime_env={"env_vars": visible},
     )
     return actor.remote(spec)

@@ -82,6 +82,10 @@ class Ledger:
     def has(self, host: str) -> bool:
         return host in self._entries
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(self._budgets)
+
     def budget_bytes(self, device: str) -> int:
         return self._budgets[device]
 

@@ -107,20 +107,21 @@ class Lifecycle:
 
     def ready(self, slot: Slot, report: HostReport, now: float) -> None:
         """A load or wake came to its good end: settle the bytes, serve the waiters."""
+        measured = report.memory_bytes or self._ledger.held_bytes(slot.ref.name)
         try:
-            self._ledger.settle(slot.ref.name, report.memory_bytes)
+            self._ledger.settle(slot.ref.name, measured)
         except DoesNotFit as error:
             self.fail(slot, error, now, gone=True)
             return
         if slot.state is _S.LOADING:
             self.warming(slot, now)
-        slot.memory_bytes = report.memory_bytes
+        slot.memory_bytes = measured
         slot.residual_bytes = report.residual_bytes or slot.residual_bytes
         slot.in_flight = report.in_flight
         slot.last_used = max(slot.last_used, report.last_used, now)
         slot.ready_since = now
         slot.failures, slot.cooldown_until, slot.cause = 0, 0.0, None
-        reason = f"up after {now - slot.asked_at:.1f} s, {report.memory_bytes} bytes measured"
+        reason = f"up after {now - slot.asked_at:.1f} s, holds {measured} bytes"
         self._move(slot, _S.READY, reason, now)
         for other in self._slots.values():
             if other.evicted_for == slot.name:
@@ -250,6 +251,7 @@ class Lifecycle:
             self.unloaded(slot, now)
             return
         freed = self._ledger.release(slot.ref.name)
+        self._desk.expire(now)
         for ticket in self._desk.forget_host(slot.ref):
             self._desk.add(ticket)
         settings = self._settings
@@ -263,9 +265,9 @@ class Lifecycle:
             self.cool(slot, said, now)
         elif was is _S.READY or was in ON_THE_WAY:
             assert slot.device is not None
-            self.start(slot, slot.device, f"lost while {was}: load again", now)
+            self.start(slot, slot.device, f"lost while {was} ({count}): load again", now)
         else:
-            self._move(slot, _S.COLD, f"lost while {was}, not needed now", now)
+            self._move(slot, _S.COLD, f"lost while {was} ({count}), not needed now", now)
 
     def reject_all(self, slot: Slot, error: OrchestratorError, now: float) -> None:
         for ticket in self._desk.queue(slot.name, now):

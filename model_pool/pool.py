@@ -64,7 +64,7 @@ class Pool:
         self._ledger = Ledger(devices)
         self._desk = TicketDesk(self._slots, self._settings.aging_seconds)
         self._life = Lifecycle(self._slots, self._ledger, self._desk, effects, self._settings)
-        self._views = Views(self._slots, self._ledger, self._desk, devices, self._settings)
+        self._views = Views(self._slots, self._ledger, self._desk, self._settings)
 
     # --- requests
 
@@ -97,7 +97,7 @@ class Pool:
 
     def on_redeemed(self, ticket_id: str, now: float) -> None:
         """The request has arrived at its host."""
-        placement = self._desk.drop(ticket_id)
+        placement = self._desk.redeem(ticket_id)
         slot = self._at(placement.host) if placement else None
         if slot is not None:
             slot.in_flight += 1
@@ -121,7 +121,7 @@ class Pool:
             return
         if slot.state is _S.DRAINING:
             self._desk.forget_host(ref)
-            self._life.unload(slot, f"sleeping failed: {error}", now)
+            self._life.unload(slot, f"sleeping failed after {now - slot.since:.1f} s: {error}", now)
         else:
             self._life.fail(slot, error, now, gone=True)
         self._replan(now)
@@ -168,15 +168,16 @@ class Pool:
 
     def on_report(self, ref: HostRef, report: HostReport, now: float) -> None:
         """A host's periodic word about itself. For an adopted host on its way it is also the outcome."""
-        for ticket_id in report.redeemed:
-            self._desk.drop(ticket_id)
         slot = self._at(ref)
         if slot is None:
             return
+        for ticket_id in report.redeemed:
+            self._desk.redeem(ticket_id)
         slot.last_used = max(slot.last_used, report.last_used)
         if slot.state is _S.READY:
             slot.in_flight = report.in_flight
-            self._measure(slot, report, now)
+            if report.memory_bytes:
+                self._measure(slot, report, now)
         elif slot.state is _S.DRAINING:
             slot.in_flight = report.in_flight
         elif slot.adopted and slot.state in ON_THE_WAY:
@@ -202,7 +203,7 @@ class Pool:
             self._life.thaw(slot, now)
             idle = slot.state is _S.READY and self._views.in_flight(slot, now) == 0
             if slot.drifted and idle:
-                self._life.evict(slot, "idle, restarted: its memory drifted past the budget", now, unload=True)
+                self._life.evict(slot, f"0 in flight, restarted: drifted past the {slot.memory_bytes} bytes it had", now, unload=True)
                 slot.restore = True
         self._replan(now)
         retry = self._settings.retry_after_seconds
@@ -263,7 +264,7 @@ class Pool:
             for action in plan.actions:
                 self._do(action, device, now)
             # Nobody may be kept waiting by a model that only comes back because a load failed.
-            if all(action.kind is ActionKind.START for action in plan.actions):
+            if all(action.kind in (ActionKind.START, ActionKind.REFUSE) for action in plan.actions):
                 self._restore(device, now)
 
     def _do(self, action: Action, device: str, now: float) -> None:

@@ -17,12 +17,12 @@ class Views:
     """Reads slots, ledger and tickets; changes nothing."""
 
     def __init__(
-        self, slots: Mapping[str, Slot], ledger: Ledger, desk: TicketDesk, devices: Iterable[str], settings: PoolSettings
+        self, slots: Mapping[str, Slot], ledger: Ledger, desk: TicketDesk, settings: PoolSettings
     ) -> None:
         self._slots = slots
         self._ledger = ledger
         self._desk = desk
-        self._devices = tuple(devices)
+        self._devices = ledger.devices
         self._settings = settings
 
     def in_flight(self, slot: Slot, now: float) -> int:
@@ -100,6 +100,10 @@ class Views:
     def _is_on(self, slot: Slot, device: str) -> bool:
         return slot.device == device and self._ledger.has(slot.ref.name)
 
+    @staticmethod
+    def _goes_whole(slot: Slot) -> bool:
+        return slot.state is ModelState.DRAINING and slot.unload_after
+
     def _demand(self, slot: Slot, now: float) -> DemandView | None:
         """None when nobody wants it, or nothing can be done for it in this state."""
         queue = self._desk.queue(slot.name, now)
@@ -136,7 +140,7 @@ class Views:
         state = slot.state
         if state is ModelState.SLEEPING:
             kept = held
-        elif state in (ModelState.UNLOADING, ModelState.FAILED) or slot.unload_after:
+        elif state in (ModelState.UNLOADING, ModelState.FAILED) or self._goes_whole(slot):
             kept = 0
         return HostView(
             host=slot.ref.name,

@@ -71,17 +71,35 @@ def fit(items: Sequence[ItemView], budget_tokens: int, count: Count) -> tuple[tu
         BadRequest: the newest group answers a tool call that is not among the items.
     """
     groups = group_turns(items)
-    if groups and groups[-1].orphan_result is not None:
-        raise BadRequest(
-            f"the tool result for call {groups[-1].orphan_result} answers no call in the last {len(items)} "
-            "items of this conversation: send it with the assistant message that made the call",
-            param="messages",
-        )
+    _check_newest(groups, len(items))
     grouped = {index for group in groups for index in group.indices}
     heads = tuple(index for index in range(len(items)) if index not in grouped)
     sendable = [group for group in groups if group.orphan_result is None]
     kept, prompt_tokens, full_tokens = _longest_suffix(heads, sendable, budget_tokens, count)
-    return kept, _record(items, kept, budget_tokens, prompt_tokens, full_tokens)
+    reasons = []
+    if full_tokens > budget_tokens:
+        reasons.append(f"{full_tokens} tokens exceed the budget of {budget_tokens}")
+    if len(sendable) < len(groups):
+        reasons.append("a tool result without its call cannot be sent")
+    stays = set(kept)
+    dropped = [item for index, item in enumerate(items) if index not in stays]
+    return kept, TruncationRecord(
+        budget_tokens=budget_tokens,
+        prompt_tokens=prompt_tokens,
+        full_tokens=full_tokens,
+        dropped_turns=len({item.turn_id for item in dropped}),
+        dropped_items=tuple(item.item_id for item in dropped),
+        reason="; ".join(reasons),
+    )
+
+
+def _check_newest(groups: Sequence[Group], item_count: int) -> None:
+    if groups and groups[-1].orphan_result is not None:
+        raise BadRequest(
+            f"the tool result for call {groups[-1].orphan_result} answers no call in the last {item_count} "
+            "items of this conversation: send it with the assistant message that made the call",
+            param="messages",
+        )
 
 
 def _longest_suffix(
@@ -116,26 +134,6 @@ def _longest_suffix(
         else:
             too_long = middle
     return best, best_tokens, full_tokens
-
-
-def _record(
-    items: Sequence[ItemView], kept: tuple[int, ...], budget_tokens: int, prompt_tokens: int, full_tokens: int
-) -> TruncationRecord:
-    stays = set(kept)
-    dropped = [item for index, item in enumerate(items) if index not in stays]
-    reasons = []
-    if full_tokens > budget_tokens:
-        reasons.append(f"{full_tokens} tokens exceed the budget of {budget_tokens}")
-    if full_tokens == prompt_tokens and dropped:
-        reasons.append("tool results without their call cannot be sent")
-    return TruncationRecord(
-        budget_tokens=budget_tokens,
-        prompt_tokens=prompt_tokens,
-        full_tokens=full_tokens,
-        dropped_turns=len({item.turn_id for item in dropped}),
-        dropped_items=tuple(item.item_id for item in dropped),
-        reason="; ".join(reasons),
-    )
 
 
 def _calls_answered(items: Sequence[ItemView]) -> dict[int, int | None]:

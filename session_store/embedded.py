@@ -224,7 +224,7 @@ class EmbeddedRedis:
             return
         try:
             process = psutil.Process(pid)
-            ours = Path(process.exe()).name.startswith(SERVER_NAMES) and Path(process.cwd()) == self._data_dir.resolve()
+            ours = process.name().startswith(SERVER_NAMES) and Path(process.cwd()) == self._data_dir.resolve()
         except psutil.Error:  # gone, or another user's: not ours
             return
         if ours:

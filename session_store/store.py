@@ -97,22 +97,18 @@ class SessionStore(SessionReader):
         A limit of None is no limit. Raises SessionBusy, IdempotencyMismatch, TenantLimit or BadRequest;
         nothing is held then, nor after a Replay.
         """
-        begun_by = (owner, check_idempotency_key(idempotency_key), request_fingerprint or "")
-        begin = self._begin_call(tenant, session_id, turn_id, *begun_by)
+        request = (check_idempotency_key(idempotency_key), request_fingerprint or "")
+        begin = self._begin_call(tenant, session_id, turn_id, owner, request)
         place = self._reserve_call(tenant, turn_id, reserve_tokens, max_concurrent, max_reserved_tokens)
         undo = (
             self._abort_call(tenant, session_id, turn_id),
             self._settle_call(tenant, turn_id, 0, "release"),
         )
-        try:
-            session, reserved = await self._client.run(begin, place)
-        except asyncio.CancelledError:
-            self._in_background(self._give_back(undo))
-            raise
+        session, reserved = await self._run_or_give_back((begin, place), undo)
         took = (answers.status(session) == "granted", answers.status(reserved) == "ok")
         if not all(took):
-            if taken := [call for call, was_taken in zip(undo, took, strict=True) if was_taken]:
-                await self._client.run(*taken)
+            taken = [call for call, was_taken in zip(undo, took, strict=True) if was_taken]
+            await asyncio.shield(self._in_background(self._give_back(taken)))
             return self._refused(tenant, session_id, session, reserved, reserve_tokens)
         return Begun(
             tenant,
@@ -258,10 +254,10 @@ class SessionStore(SessionReader):
                 "send it again"
             )
 
-    def _begin_call(self, tenant: str, session_id: str, turn_id: str, owner: str, key: str, fingerprint: str) -> Call:
+    def _begin_call(self, tenant: str, session_id: str, turn_id: str, owner: str, request: tuple[str, str]) -> Call:
         # One item more than the window: its turn id tells whether the window starts inside a turn.
         window = self._window_items + 1
-        args = (turn_id, owner, self._lease_ms, self._session_ms, key, fingerprint, window)
+        args = (turn_id, owner, self._lease_ms, self._session_ms, *request, window)
         return Call("begin_turn", session_keys(tenant, session_id).all(), args)
 
     def _reserve_call(
@@ -280,13 +276,24 @@ class SessionStore(SessionReader):
         args = (token, turn_id, self._session_ms, attempt, INCOMPLETE_KEPT)
         return Call("abort_turn", session_keys(tenant, session_id).all(), args)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _run_or_give_back(self, calls: Sequence[Call], undo: Sequence[Call]) -> list[Any]:
+        """Run; if cancelled on the way, what Redis took is unknown to all: give it back, whatever it was."""
+        try:
+            return await self._client.run(*calls)
+        except asyncio.CancelledError:
+            self._in_background(self._give_back(undo))
+            raise
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def _give_back(self, calls: Sequence[Call]) -> None:
-        """After a cancelled begin: whether it took anything is unknown. If this fails too, the TTLs do it."""
+        """Undo a begin. If Redis is out of reach the TTLs do it."""
+        if not calls:
+            return
         try:
             await self._client.run(*calls)
         except StoreUnavailable as error:

@@ -36,11 +36,14 @@ if held[1] and held[1] ~= turn then
   return {'busy', redis.call('PTTL', lease)}
 end
 
--- Tokens start at the clock, not at 1: a session deleted and made again must never hand out a token twice.
-local clock = redis.call('TIME')
-local now_ms = string.format('%.0f', clock[1] * 1000 + math.floor(clock[2] / 1000))
+-- Tokens start at the clock in µs, not at 1, and no begin takes less than a µs: a session deleted and made again
+-- hands out no token twice. (In ms it did: three turns fit into three ms.)
 if redis.call('EXISTS', meta) == 0 then
-  redis.call('HSET', meta, 'fence', now_ms, 'version', 0, 'created_ms', now_ms, 'updated_ms', now_ms)
+  local clock = redis.call('TIME')
+  local now_us = clock[1] * 1000000 + clock[2]
+  local now_ms = string.format('%.0f', math.floor(now_us / 1000))
+  redis.call('HSET', meta, 'fence', string.format('%.0f', now_us), 'version', 0,
+             'created_ms', now_ms, 'updated_ms', now_ms)
 end
 local token = string.format('%.0f', redis.call('HINCRBY', meta, 'fence', 1))
 redis.call('HSET', lease, 'token', token, 'turn', turn, 'owner', owner, 'idem', idem_key, 'fp', fingerprint)

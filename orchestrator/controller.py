@@ -1,0 +1,385 @@
+"""Owns the controller: the detached Ray actor around ``model_pool.pool.Pool``, the single writer of residency.
+
+It may die at any time: hosts go on, gateways keep their last routing table, and its successor (Ray restarts it) adopts
+the living hosts by name. Methods answer with an OrchestratorError as a value, as hosts do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError
+
+from model_pool.effects import (
+    HostRef,
+    ModelSpec,
+    ModelStatus,
+    Placement,
+    PoolEvent,
+    RoutingTable,
+)
+from model_pool.host import NAMESPACE, HostPicture, HostSpec, start_host
+from model_pool.ledger import DeviceBooks
+from model_pool.pool import Pool
+from model_pool.slot import PoolSettings
+from orchestrator.logs import event_logger
+from policies.errors import HostLost, LoadFailed, ModelLoading, OrchestratorError
+from policies.registry import RESIDENCY
+from policies.types import ModelState, Tier
+
+NAME = "controller"
+TICK_SECONDS = 0.25
+ROUTES_SECONDS = 10.0  # how long a long poll for routes waits
+EVENTS_KEPT = 2_000
+ADOPT_SECONDS = 5.0  # a host that does not answer a restarted controller for this long is ended
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """All that a controller must know; plain data, so that a restarted one has it again."""
+
+    models: tuple[ModelSpec, ...]
+    hosts: tuple[tuple[str, HostSpec], ...]  # model → spec with a placeholder ref
+    devices: tuple[tuple[str, int, int | None], ...]  # name, budget bytes, CUDA index or None
+    policy: str
+    settings: PoolSettings
+    preload: tuple[str, ...]
+    log_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPicture:
+    """One model for ``ps`` and ``/metrics``."""
+
+    status: ModelStatus
+    host: HostPicture | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPicture:
+    models: tuple[ModelPicture, ...]
+    books: tuple[DeviceBooks, ...]
+    switches: dict[tuple[str, str], int]  # (model, wake|load) → count
+    switch_seconds: dict[tuple[str, str], float]
+
+
+class Controller:
+    """See the module's text."""
+
+    def __init__(self, plan: PoolPlan) -> None:
+        self._plan = plan
+        self._hosts_by_model = dict(plan.hosts)
+        self._log = event_logger(plan.log_path)
+        self._actors: dict[HostRef, Any] = {}
+        self._pictures: dict[HostRef, HostPicture] = {}
+        self._answers: dict[str, asyncio.Future[Placement | OrchestratorError]] = {}
+        self._routes = RoutingTable(0, {})
+        self._routes_changed = asyncio.Event()
+        self._events: deque[PoolEvent] = deque(maxlen=EVENTS_KEPT)
+        self._switches: dict[tuple[str, str], int] = {}
+        self._switch_seconds: dict[tuple[str, str], float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pool = Pool(
+            plan.models,
+            {name: budget for name, budget, _ in plan.devices},
+            RESIDENCY.make(plan.policy),
+            self,
+            plan.settings,
+        )
+        self._started = False
+        self._starting: asyncio.Future[None] | None = None
+
+    # -- what others call ------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Adopt what lives, preload what is wanted, begin ticking. Idempotent; every other method awaits it."""
+        if self._started:
+            return
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._begin())
+        await asyncio.shield(self._starting)
+
+    async def ensure_ready(
+        self, ticket: str, model: str, arrival: float, deadline: float, tier: Tier
+    ) -> Placement | OrchestratorError:
+        """A host for this request, when there is one. Idempotent by ticket; the load goes on if the caller leaves."""
+        await self.start()
+        future = self._answers.get(ticket)
+        if future is None:
+            future = self._answers[ticket] = asyncio.get_running_loop().create_future()
+            self._pool.on_demand(ticket, model, arrival, deadline, tier, time.time())
+        try:
+            return await asyncio.wait_for(asyncio.shield(future), max(0.0, deadline - time.time()) + 5.0)
+        except TimeoutError:
+            return ModelLoading(f"model {model} was not ready before the deadline", retry_after_seconds=2.0)
+        finally:
+            self._answers.pop(ticket, None)
+
+    async def abandon(self, ticket: str) -> None:
+        self._answers.pop(ticket, None)
+        self._pool.on_abandoned(ticket, time.time())
+
+    async def routes(self, known_version: int) -> RoutingTable:
+        """The routing table, once it differs from ``known_version`` or after ``ROUTES_SECONDS``."""
+        await self.start()
+        if known_version == self._routes.version:
+            self._routes_changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._routes_changed.wait(), ROUTES_SECONDS)
+        return self._routes
+
+    async def suspect(self, ref: HostRef) -> None:
+        """A gateway could not speak to this host. Look for ourselves; losses are decided here alone."""
+        actor = self._actors.get(ref)
+        if actor is None:
+            return
+        try:
+            await asyncio.wait_for(actor.picture.remote(), ADOPT_SECONDS)
+        except (RayActorError, TimeoutError) as error:
+            self._lost(ref, error)
+
+    async def picture(self) -> PoolPicture:
+        await self.start()
+        pictures = {ref.model: picture for ref, picture in self._pictures.items()}
+        models = tuple(ModelPicture(s, pictures.get(s.model)) for s in self._pool.status(time.time()))
+        return PoolPicture(models, self._pool.books(), dict(self._switches), dict(self._switch_seconds))
+
+    async def events(self, model: str | None = None, most: int = 100) -> list[PoolEvent]:
+        chosen = [event for event in self._events if model in (None, event.model)]
+        return chosen[-most:]
+
+    async def ask(self, verb: str, model: str) -> ModelState | OrchestratorError:
+        """``load``, ``sleep`` or ``unload`` a model, as an operator; answers with its state now."""
+        await self.start()
+        asks = {"load": self._pool.ask_load, "sleep": self._pool.ask_sleep, "unload": self._pool.ask_unload}
+        try:
+            return asks[verb](model, time.time())
+        except OrchestratorError as error:
+            return error
+
+    async def stop_hosts(self) -> None:
+        """End every host; for the orderly end of the service."""
+        for actor in list(self._actors.values()):
+            ray.kill(actor)
+
+    # -- Effects: fire-and-forget ------------------------------------------------------
+
+    def start_host(self, ref: HostRef, device: str) -> None:
+        self._spawn(self._load(ref, device))
+
+    def drain(self, ref: HostRef, tickets: tuple[str, ...]) -> None:
+        self._spawn(self._drain(ref, tickets))
+
+    def sleep(self, ref: HostRef) -> None:
+        self._spawn(self._sleep(ref))
+
+    def wake(self, ref: HostRef) -> None:
+        self._spawn(self._wake(ref))
+
+    def unload(self, ref: HostRef) -> None:
+        self._spawn(self._unload(ref))
+
+    def resolve(self, ticket_id: str, placement: Placement) -> None:
+        self._answer(ticket_id, placement)
+
+    def reject(self, ticket_id: str, error: OrchestratorError) -> None:
+        self._answer(ticket_id, error)
+
+    def publish(self, table: RoutingTable) -> None:
+        self._routes = table
+        self._routes_changed.set()
+
+    def record(self, event: PoolEvent) -> None:
+        self._events.append(event)
+        self._log.info(event.kind, model=event.model, host=event.host, old=event.old, new=event.new,
+                       reason=event.reason, bytes=event.bytes, seconds=round(event.seconds, 3),
+                       waiting=event.waiting)  # fmt: skip
+
+    # -- effects, the slow part --------------------------------------------------------
+
+    async def _load(self, ref: HostRef, device: str) -> None:
+        begin = time.time()
+        index = next(cuda for name, _, cuda in self._plan.devices if name == device)
+        spec = replace(self._hosts_by_model[ref.model], ref=ref, device_index=index)
+        try:
+            actor = start_host(spec)
+            self._actors[ref] = actor
+            watching = asyncio.ensure_future(self._watch(ref, actor))
+            self._keep(watching)
+            answer = await actor.load.remote()
+        except (RayError, ValueError) as error:  # ValueError: the actor's name is still taken
+            self._pool.on_failed(ref, LoadFailed(f"its process ended: {_said(error)}"), time.time())
+            return
+        if isinstance(answer, OrchestratorError):
+            self._pool.on_failed(ref, answer, time.time())
+            return
+        self._count(ref.model, "load", time.time() - begin)
+        self._took(ref, answer)
+        self._pool.on_loaded(ref, answer.report, time.time())
+
+    async def _drain(self, ref: HostRef, tickets: tuple[str, ...]) -> None:
+        answer = await self._ask_host(ref, "drain", tickets)
+        if answer is None:
+            self._pool.on_drained(ref, time.time())
+        elif not isinstance(answer, HostLost):
+            self._pool.on_failed(ref, answer, time.time())
+
+    async def _sleep(self, ref: HostRef) -> None:
+        answer = await self._ask_host(ref, "sleep")
+        if isinstance(answer, HostPicture):
+            self._took(ref, answer)
+            self._pool.on_slept(ref, answer.report, time.time())
+        elif not isinstance(answer, HostLost):
+            self._pool.on_failed(ref, answer, time.time())
+
+    async def _wake(self, ref: HostRef) -> None:
+        begin = time.time()
+        answer = await self._ask_host(ref, "wake")
+        if isinstance(answer, HostPicture):
+            self._count(ref.model, "wake", time.time() - begin)
+            self._took(ref, answer)
+            self._pool.on_woken(ref, answer.report, time.time())
+        elif not isinstance(answer, HostLost):
+            self._pool.on_wake_failed(ref, answer, time.time())
+
+    async def _unload(self, ref: HostRef) -> None:
+        actor = self._actors.pop(ref, None)
+        self._pictures.pop(ref, None)
+        if actor is not None:
+            ray.kill(actor)
+            await _until_dead(actor)
+        self._pool.on_unloaded(ref, time.time())
+
+    async def _ask_host(self, ref: HostRef, verb: str, *args: Any) -> Any:
+        """Call a host; HostLost (and the pool told) when its process is gone."""
+        actor = self._actors.get(ref)
+        try:
+            if actor is None:
+                raise ActorDiedError
+            return await getattr(actor, verb).remote(*args)
+        except RayActorError as error:
+            self._lost(ref, error)
+            return HostLost(f"{ref.name}: {_said(error)}")
+        except RayError as error:
+            return LoadFailed(f"{ref.name}: {verb}: {_said(error)}")
+
+    # -- watching ------------------------------------------------------------------------
+
+    async def _watch(self, ref: HostRef, actor: Any) -> None:
+        """Follow one host's reports until it dies. One call is always open, so death is noticed at once."""
+        while self._actors.get(ref) is actor:
+            try:
+                picture: HostPicture = await actor.watch.remote()
+            except RayActorError as error:
+                self._lost(ref, error)
+                return
+            if self._actors.get(ref) is actor:
+                self._took(ref, picture)
+                if picture.report.state is ModelState.WARMING:
+                    self._pool.on_warming(ref, time.time())
+                self._pool.on_report(ref, picture.report, time.time())
+
+    def _took(self, ref: HostRef, picture: HostPicture) -> None:
+        self._pictures[ref] = picture
+
+    def _lost(self, ref: HostRef, cause: BaseException) -> None:
+        if self._actors.pop(ref, None) is not None:
+            self._pictures.pop(ref, None)
+            self._pool.on_lost(ref, _said(cause), time.time())
+
+    async def _begin(self) -> None:
+        await self._adopt()
+        for model in self._plan.preload:
+            self._pool.ask_load(model, time.time())
+        self._started = True
+        self._spawn(self._tick())
+
+    async def _adopt(self) -> None:
+        """Take over the hosts that outlived our predecessor."""
+        for entry in ray.util.list_named_actors(all_namespaces=True):
+            if entry["namespace"] != NAMESPACE or not entry["name"].startswith("host:"):
+                continue
+            try:
+                actor = ray.get_actor(entry["name"], namespace=NAMESPACE)
+                picture: HostPicture = await asyncio.wait_for(actor.picture.remote(), ADOPT_SECONDS)
+            except (RayError, ValueError, TimeoutError):
+                continue
+            ref = picture.spec.ref
+            self._actors[ref] = actor
+            self._took(ref, picture)
+            self._pool.on_adopted(ref, picture.report, time.time(), self._device_of(picture.spec))
+            self._keep(asyncio.ensure_future(self._watch(ref, actor)))
+
+    def _device_of(self, spec: HostSpec) -> str:
+        return next(name for name, _, cuda in self._plan.devices if cuda == spec.device_index)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._pool.on_tick(time.time())
+
+    # -- small ---------------------------------------------------------------------------
+
+    def _answer(self, ticket: str, answer: Placement | OrchestratorError) -> None:
+        future = self._answers.get(ticket)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _count(self, model: str, kind: str, seconds: float) -> None:
+        key = (model, kind)
+        self._switches[key] = self._switches.get(key, 0) + 1
+        self._switch_seconds[key] = self._switch_seconds.get(key, 0.0) + seconds
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._keep(asyncio.get_running_loop().create_task(work))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._log.error("task_failed", error=repr(task.exception()))
+
+
+async def _until_dead(actor: Any) -> None:
+    """Wait until the process of a killed actor is gone, so that its memory is."""
+    call: Awaitable[Any] = actor.picture.remote()
+    try:
+        while True:
+            await asyncio.wait_for(call, 10)
+            call = actor.picture.remote()
+            await asyncio.sleep(0.05)
+    except (RayActorError, TimeoutError):
+        return
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def get_controller(plan: PoolPlan) -> Any:
+    """The controller's handle; started if there is none. Ray restarts it whenever it dies."""
+    return (
+        ray.remote(Controller)
+        .options(
+            name=NAME,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=10_000,
+        )
+        .remote(plan)
+    )

@@ -1,0 +1,158 @@
+"""Owns one generation over however many hosts it takes: placing it, and continuing it elsewhere after a death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ray.exceptions import RayError
+
+from engine.protocol import GenerationRequest, Output
+from model_pool.effects import HostRef, Placement, RoutingTable
+from orchestrator.links import Links, Stream
+from policies.errors import (
+    DeadlineExceeded,
+    HostLost,
+    HostUnavailable,
+    ModelLoading,
+    OrchestratorError,
+)
+from policies.routing import pick
+
+RETRY_SECONDS = 0.05  # before asking again after a refusal by a host that was said to be ready
+
+
+class Routes:
+    """The last routing table; a long poll keeps it fresh, and it stays valid while the controller is away."""
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+        self.table = RoutingTable(0, {})
+        self.known = asyncio.Event()
+
+    async def follow(self) -> None:
+        """Runs for ever."""
+        while True:
+            try:
+                self.table = await self._controller.routes.remote(self.table.version)
+                self.known.set()
+            except RayError:
+                await asyncio.sleep(0.5)
+
+    def ready_host(self, model: str, key: str) -> HostRef | None:
+        """The sticky choice among the READY hosts of a model."""
+        entries = self.table.entries.get(model, ())
+        if not entries:
+            return None
+        by_name = {entry.host.name: entry.host for entry in entries}
+        return by_name[pick(list(by_name), key)]
+
+    def forget(self, ref: HostRef) -> None:
+        """This host refused or died: do not choose it again until the controller names it anew."""
+        entries = dict(self.table.entries)
+        entries[ref.model] = tuple(e for e in entries.get(ref.model, ()) if e.host != ref)
+        self.table = replace(self.table, entries=entries)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a waiting client may be told, and what the answer's timing says. Seconds of wall clock."""
+
+    arrival: float
+    state: str = "queued"
+    load_seconds: float = 0.0  # spent waiting for the model to be ready
+    attempts: int = 0
+    hosts: list[str] = field(default_factory=list)
+
+
+class Generator:
+    """Runs generations for one gateway."""
+
+    def __init__(self, controller: Any, links: Links, routes: Routes, deadline_seconds: float) -> None:
+        self._controller = controller
+        self._links = links
+        self._routes = routes
+        self._deadline_seconds = deadline_seconds
+
+    async def outputs(self, request: GenerationRequest, model: str, progress: Progress) -> AsyncIterator[Output]:
+        """The outputs of a generation, contiguous over host deaths; ends after a final one or raises.
+
+        A token is delivered once: when a host dies the next attempt starts from the tokens this generator has yielded.
+        """
+        deadline = progress.arrival + self._deadline_seconds
+        while True:
+            stream = await self._begin(replace(request, deadline=deadline), model, deadline, progress)
+            try:
+                progress.state = "running"
+                while True:
+                    output = await stream.next()
+                    if isinstance(output.error, HostLost):
+                        break
+                    if output.error is not None:
+                        raise output.error
+                    request = replace(request, delivered_token_ids=request.delivered_token_ids + output.token_ids)
+                    yield output
+                    if output.final:
+                        return
+            finally:
+                stream.close("the client went away")
+            progress.state = "host lost"
+            request = replace(request, generation=request.generation + 1)
+            deadline = max(deadline, time.time() + self._deadline_seconds)
+
+    async def _begin(self, request: GenerationRequest, model: str, deadline: float, progress: Progress) -> Stream:
+        """Place the generation: on a host known to be ready, else by a ticket of the controller's."""
+        refused = False
+        while True:
+            begin = time.time()
+            ref, ticket = self._routes.ready_host(model, request.session or request.request_id), None
+            if ref is None or refused:
+                progress.state = "waiting for the model"
+                placement = await self._ensure_ready(model, request, deadline)
+                ref, ticket = placement.host, placement.ticket_id
+                progress.load_seconds += time.time() - begin
+            progress.attempts += 1
+            try:
+                link = await self._links.to(ref)
+                stream = await link.submit(request, ticket)
+            except (HostUnavailable, HostLost) as error:
+                await self._went_wrong(ref, error, deadline, refused)
+                refused = True
+                continue
+            progress.hosts.append(ref.name)
+            return stream
+
+    async def _went_wrong(self, ref: HostRef, error: OrchestratorError, deadline: float, again: bool) -> None:
+        self._routes.forget(ref)
+        if time.time() >= deadline:
+            raise DeadlineExceeded(f"no host took the request before the deadline: {error.message}")
+        if isinstance(error, HostLost):
+            with contextlib.suppress(RayError):
+                await self._controller.suspect.remote(ref)
+        if again:
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _ensure_ready(self, model: str, request: GenerationRequest, deadline: float) -> Placement:
+        """Wait for the controller's placement; the load goes on when we leave."""
+        ticket = f"{request.request_id}/{request.generation}/{uuid.uuid4().hex[:8]}"
+        while True:
+            try:
+                answer = await self._controller.ensure_ready.remote(
+                    ticket, model, request.arrival, deadline, request.tier
+                )
+            except asyncio.CancelledError:
+                self._controller.abandon.remote(ticket)
+                raise
+            except RayError as error:  # between a controller's death and its successor
+                if time.time() >= deadline:
+                    raise ModelLoading(f"the controller is away: {error}", retry_after_seconds=2.0) from error
+                await asyncio.sleep(0.2)
+                continue
+            if isinstance(answer, OrchestratorError):
+                raise answer
+            return answer
