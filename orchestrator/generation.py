@@ -68,6 +68,14 @@ class Progress:
     load_seconds: float = 0.0  # spent waiting for the model to be ready
     attempts: int = 0
     hosts: list[str] = field(default_factory=list)
+    stream: Stream | None = None
+    aborted: OrchestratorError | None = None
+
+    def abort(self, error: OrchestratorError) -> None:
+        """End the generation with this error, wherever it is."""
+        self.aborted = error
+        if self.stream is not None:
+            self.stream.fail(error)
 
 
 class Generator:
@@ -87,8 +95,8 @@ class Generator:
         deadline = progress.arrival + self._deadline_seconds
         while True:
             stream = await self._begin(replace(request, deadline=deadline), model, deadline, progress)
+            progress.state, progress.stream = "running", stream
             try:
-                progress.state = "running"
                 while True:
                     output = await stream.next()
                     if isinstance(output.error, HostLost):
@@ -109,6 +117,8 @@ class Generator:
         """Place the generation: on a host known to be ready, else by a ticket of the controller's."""
         refused = False
         while True:
+            if progress.aborted is not None:
+                raise progress.aborted
             begin = time.time()
             ref, ticket = self._routes.ready_host(model, request.session or request.request_id), None
             if ref is None or refused:

@@ -1,0 +1,310 @@
+"""Owns POST /v1/chat/completions: from a body to an Ask, from a turn's events to JSON or server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import ValidationError
+
+from orchestrator.api.wire import ChatRequest, Message, drop_switched_off, explain_invalid, refuse_unsupported
+from orchestrator.config import Config, TenantConfig
+from orchestrator.generation import Progress
+from orchestrator.metrics import GatewayMetrics
+from orchestrator.turn import Ask, Done, Event, Piece, Started, TurnRunner
+from policies.errors import BadRequest, ModelNotFound, OrchestratorError
+
+KEEPALIVE_SECONDS = 2.0
+REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
+_END = object()
+
+
+class ChatRoute:
+    """The route's handler and what it needs."""
+
+    def __init__(self, config: Config, runner: TurnRunner, metrics: GatewayMetrics) -> None:
+        self._config = config
+        self._runner = runner
+        self._metrics = metrics
+        self._models = {model.name: model for model in config.models}
+
+    async def answer(self, request: Request, tenant: TenantConfig, request_id: str) -> Response:
+        """One chat completion, streamed or whole."""
+        raw = await request.body()
+        body = _parse(raw)
+        ask = self._ask(body, raw, request.headers, tenant)
+        progress = Progress(arrival=ask.arrival)
+        call = _Call(ask, body, request_id, progress, self._count)
+        events = self._watched(self._runner.run(ask, progress), ask)
+        if body.stream:
+            return await call.stream(events, self._config.http.stream_hold_seconds)
+        return await call.whole(events)
+
+    # -- in -------------------------------------------------------------------------
+
+    def _ask(self, body: ChatRequest, raw: bytes, headers: Mapping[str, str], tenant: TenantConfig) -> Ask:
+        model = self._models.get(body.model)
+        if model is None:
+            known = ", ".join(self._models)
+            raise ModelNotFound(f"the model {body.model!r} does not exist; there are: {known}", param="model")
+        session_id = _session_id(body, headers)
+        key = headers.get("idempotency-key")
+        if key is not None and session_id is None:
+            raise BadRequest(
+                "Idempotency-Key needs a session: send X-Session-ID too, or leave it out", param="Idempotency-Key"
+            )
+        limit = body.answer_limit
+        if limit is not None and limit >= model.max_model_len:
+            raise BadRequest(
+                f"max_tokens {limit} leaves no room for a prompt in a window of {model.max_model_len} tokens",
+                param="max_tokens",
+            )
+        return Ask(
+            tenant=tenant,
+            model=model,
+            messages=tuple(_template_message(message) for message in body.messages),
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
+            stop=body.stops,
+            max_tokens=limit,
+            session_id=session_id,
+            idempotency_key=key,
+            fingerprint=_fingerprint(raw) if key is not None else None,
+        )
+
+    # -- counting --------------------------------------------------------------------
+
+    async def _watched(self, events: AsyncIterator[Event], ask: Ask) -> AsyncIterator[Event]:
+        self._metrics.running.inc()
+        try:
+            async with contextlib.aclosing(events):  # type: ignore[type-var]
+                async for event in events:
+                    yield event
+        finally:
+            self._metrics.running.dec()
+
+    def _count(self, ask: Ask, event: Event, progress: Progress) -> None:
+        model, tenant = ask.model.name, ask.tenant.name
+        if isinstance(event, Started) and not event.replayed:
+            start = "switched" if progress.load_seconds > 0 else "resident"
+            self._metrics.ttft_seconds.labels(model, start).observe(time.time() - ask.arrival)
+            if event.first is not None:
+                self._metrics.queue_seconds.labels(model, tenant).observe(event.first.queue_seconds)
+            if event.truncation is not None and event.truncation.cut:
+                self._metrics.truncated_turns.labels(model).inc()
+        if isinstance(event, Done) and event.usage is not None:
+            self._metrics.prompt_tokens.labels(model, tenant).inc(event.prompt_tokens)
+            self._metrics.cached_tokens.labels(model, tenant).inc(event.cached_tokens)
+            self._metrics.completion_tokens.labels(model, tenant).inc(event.completion_tokens)
+
+
+class _Call:
+    """One answer being written."""
+
+    def __init__(self, ask: Ask, body: ChatRequest, request_id: str, progress: Progress, count: Any) -> None:
+        self._ask = ask
+        self._body = body
+        self._request_id = request_id
+        self._progress = progress
+        self._count = count
+        self._created = int(ask.arrival)
+        self._id = f"chatcmpl-{ask.turn_id}"
+
+    async def whole(self, events: AsyncIterator[Event]) -> Response:
+        text, started, done = "", None, None
+        async with contextlib.aclosing(events):  # type: ignore[type-var]
+            async for event in events:
+                self._count(self._ask, event, self._progress)
+                match event:
+                    case Started():
+                        started = event
+                    case Piece():
+                        text += event.text
+                    case Done():
+                        done = event
+        assert done is not None
+        body = {
+            **self._head("chat.completion"),
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "logprobs": None,
+                    "finish_reason": done.finish_reason,
+                }
+            ],
+            "usage": _usage(done),
+        }
+        return Response(orjson.dumps(body), media_type="application/json", headers=self._headers(started, done))
+
+    async def stream(self, events: AsyncIterator[Event], hold_seconds: float) -> Response:
+        """No header leaves before the first token or the hold; until then a failure has its true status code."""
+        first = asyncio.ensure_future(anext(events, _END))
+        try:
+            await asyncio.wait({first}, timeout=hold_seconds)
+        except asyncio.CancelledError:
+            await _abandon(first, events)
+            raise
+        started = None
+        if first.done():
+            started = first.result()  # raises the true error
+        return StreamingResponse(
+            self._sse(first, events),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", **self._headers(started)},
+        )
+
+    async def _sse(self, first: asyncio.Future[Any], events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+        pending = first
+        try:
+            while True:
+                done, _ = await asyncio.wait({pending}, timeout=KEEPALIVE_SECONDS)
+                if not done:
+                    yield self._comment()
+                    continue
+                event = pending.result()
+                if event is _END:
+                    return
+                self._count(self._ask, event, self._progress)
+                for chunk in self._chunks(event):
+                    yield chunk
+                pending = asyncio.ensure_future(anext(events, _END))
+        except OrchestratorError as error:  # after the headers: one error event, and nothing that looks like success
+            yield b"data: " + orjson.dumps(error.envelope()) + b"\n\n"
+        finally:
+            await _abandon(pending, events)
+
+    def _comment(self) -> bytes:
+        waited = time.time() - self._ask.arrival
+        return f": {self._progress.state}; model {self._ask.model.name}; waited {waited:.1f} s\n\n".encode()
+
+    def _chunks(self, event: Event) -> list[bytes]:
+        match event:
+            case Started():
+                return [self._chunk({"role": "assistant", "content": ""})]
+            case Piece():
+                return [self._chunk({"content": event.text})]
+            case Done():
+                chunks = [self._chunk({}, event.finish_reason)]
+                if self._include_usage:
+                    usage = {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(event)}
+                    chunks.append(_data(usage))
+                return [*chunks, b"data: [DONE]\n\n"]
+
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        body = {
+            **self._head("chat.completion.chunk"),
+            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}],
+        }
+        if self._include_usage:
+            body["usage"] = None
+        return _data(body)
+
+    @property
+    def _include_usage(self) -> bool:
+        return self._body.stream_options is not None and self._body.stream_options.include_usage
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._ask.model.name,
+            "system_fingerprint": None,
+        }
+
+    def _headers(self, started: Started | None, done: Done | None = None) -> dict[str, str]:
+        headers = {"X-Request-ID": self._request_id}
+        if self._ask.session_id is not None:
+            headers["X-Session-ID"] = self._ask.session_id
+        if started is not None:
+            headers["Server-Timing"] = self._timing(started, done)
+            if started.truncation is not None and started.truncation.cut:
+                headers["X-Context-Truncated"] = started.truncation.header()
+            if started.replayed:
+                headers["X-Idempotent-Replayed"] = "true"
+        return headers
+
+    def _timing(self, started: Started, done: Done | None) -> str:
+        """Milliseconds: waiting for the model, in the engine's queue, prefill, decode."""
+        usage = (done.usage if done is not None else None) or started.first
+        parts = {"load": started.load_seconds}
+        if usage is not None:
+            parts |= {"queue": usage.queue_seconds, "prefill": usage.prefill_seconds}
+            if done is not None:
+                parts["decode"] = usage.decode_seconds
+        return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts.items())
+
+
+async def _abandon(pending: asyncio.Future[Any], events: AsyncIterator[Event]) -> None:
+    """End a turn nobody reads any more."""
+    pending.cancel()
+    with contextlib.suppress(asyncio.CancelledError, OrchestratorError, StopAsyncIteration):
+        await pending
+    await events.aclose()  # type: ignore[attr-defined]
+
+
+def _parse(raw: bytes) -> ChatRequest:
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    refuse_unsupported(body)
+    try:
+        return ChatRequest.model_validate(drop_switched_off(body))
+    except ValidationError as error:
+        raise explain_invalid(error.errors()) from error
+
+
+def _session_id(body: ChatRequest, headers: Mapping[str, str]) -> str | None:
+    header = headers.get("x-session-id")
+    if header is not None and body.session_id is not None and header != body.session_id:
+        raise BadRequest(
+            f"X-Session-ID {header!r} and session_id {body.session_id!r} differ: send one", param="session_id"
+        )
+    return header if header is not None else body.session_id
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": message.text()}
+    for name in ("name", "tool_calls", "tool_call_id"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    return plain
+
+
+def _fingerprint(raw: bytes) -> str:
+    """Of what the request asks, however it is to be delivered."""
+    body = orjson.loads(raw)
+    for name in ("stream", "stream_options"):
+        body.pop(name, None)
+    return hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _usage(done: Done) -> dict[str, Any]:
+    return {
+        "prompt_tokens": done.prompt_tokens,
+        "completion_tokens": done.completion_tokens,
+        "total_tokens": done.prompt_tokens + done.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": done.cached_tokens},
+    }
+
+
+def _data(body: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def request_id_of(request: Request, fallback: str) -> str:
+    """The client's X-Request-ID if it is a plain one."""
+    offered = request.headers.get("x-request-id", "")
+    return offered if REQUEST_ID.match(offered) else fallback

@@ -1,0 +1,31 @@
+"""Owns GET /v1/models: OpenAI's list, with residency and window as extra fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.config import Config
+from orchestrator.controller import PoolPicture
+from orchestrator.tokens import ChatTokenizer
+
+
+def model_list(config: Config, tokenizers: Mapping[str, ChatTokenizer], pool: PoolPicture | None) -> dict[str, Any]:
+    """The list. ``state`` is null while the controller does not answer."""
+    states = {entry.status.model: str(entry.status.state) for entry in pool.models} if pool is not None else {}
+    data = []
+    for model in config.models:
+        tokenizer = tokenizers.get(model.name)
+        data.append(
+            {
+                "id": model.name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "context-orchestrator",
+                "state": states.get(model.name),
+                "context_length": model.max_model_len,
+                "source": model.source,
+                "chat_template": None if tokenizer is None else "fallback" if tokenizer.fallback else "own",
+            }
+        )
+    return {"object": "list", "data": data}

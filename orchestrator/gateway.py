@@ -1,0 +1,207 @@
+"""Owns the gateway: the Ray Serve deployment that speaks HTTP. Any number of replicas may run; none knows another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import ray
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from ray import serve
+from ray.exceptions import RayError
+from starlette.exceptions import HTTPException
+
+from model_pool.host import NAMESPACE
+from orchestrator.api import admin
+from orchestrator.api.chat import ChatRoute, request_id_of
+from orchestrator.api.errors import error_response, from_http_exception
+from orchestrator.api.models import model_list
+from orchestrator.config import Config
+from orchestrator.controller import NAME as CONTROLLER
+from orchestrator.controller import PoolPicture
+from orchestrator.generation import Generator, Routes
+from orchestrator.links import Links
+from orchestrator.logs import event_logger
+from orchestrator.metrics import GatewayMetrics
+from orchestrator.tenants import Tenants
+from orchestrator.tokens import ChatTokenizer, load_tokenizer
+from orchestrator.turn import TurnRunner
+from policies.errors import OrchestratorError, Unavailable
+from session_store.store import SessionStore
+
+app = FastAPI(title="context-orchestrator", docs_url=None, redoc_url=None, openapi_url=None)
+PICTURE_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayPlan:
+    """All a gateway must know. The config as JSON: pydantic objects are not pickled between processes."""
+
+    config_json: str
+    redis_url: str
+    model_paths: tuple[tuple[str, str | None], ...]  # model → directory with its tokenizer; None: fake
+    log_path: str
+
+
+@serve.deployment(
+    name="gateway",
+    max_ongoing_requests=2_000,
+    health_check_period_s=5,
+    ray_actor_options={"num_cpus": 0},
+)
+@serve.ingress(app)
+class Gateway:
+    """See the module's text."""
+
+    def __init__(self, plan: GatewayPlan) -> None:
+        config = Config.model_validate_json(plan.config_json)
+        self._config = config
+        self._log = event_logger(plan.log_path)
+        self._name = f"gw-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self._tenants = Tenants(config)
+        self.metrics = GatewayMetrics()
+        self._controller = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+        self._routes = Routes(self._controller)
+        self._store = SessionStore(
+            plan.redis_url,
+            session_ttl_seconds=config.sessions.ttl_seconds,
+            lease_ttl_seconds=config.sessions.lease_seconds,
+            window_items=config.sessions.window_items,
+        )
+        generator = Generator(self._controller, Links(self._name), self._routes, config.http.deadline_seconds)
+        self._tokenizers = self._load_tokenizers(plan)
+        runner = TurnRunner(
+            self._store, generator, self._tokenizers, self._name, config.http.busy_session_seconds, self._log
+        )
+        self._chat = ChatRoute(config, runner, self.metrics)
+        self._following: asyncio.Task[None] | None = None
+        self._log.info("gateway_started", gateway=self._name)
+
+    def _load_tokenizers(self, plan: GatewayPlan) -> dict[str, ChatTokenizer]:
+        """A broken model directory must not keep the other models from being served."""
+        tokenizers = {}
+        for name, path in plan.model_paths:
+            try:
+                tokenizers[name] = load_tokenizer(path, self._config.model(name).chat_template)
+            except Exception as error:  # noqa: BLE001 — boundary: whatever a broken directory raises is that model's alone
+                self._log.error("tokenizer_failed", model=name, cause=f"{type(error).__name__}: {error}")
+        return tokenizers
+
+    def _follow_routes(self) -> None:
+        if self._following is None:
+            self._following = asyncio.get_running_loop().create_task(self._routes.follow())
+
+    # -- OpenAI -----------------------------------------------------------------------
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(self, request: Request) -> Response:
+        tenant = self._tenants.authenticate(request.headers.get("authorization"))
+        self._follow_routes()
+        return await self._chat.answer(request, tenant, request.state.request_id)
+
+    @app.get("/v1/models")
+    async def models(self, request: Request) -> Response:
+        self._tenants.authenticate(request.headers.get("authorization"))
+        return _json(model_list(self._config, self._tokenizers, await self._picture()))
+
+    @app.get("/v1/models/{name}")
+    async def model(self, request: Request, name: str) -> Response:
+        self._tenants.authenticate(request.headers.get("authorization"))
+        return _json(admin.one_model(model_list(self._config, self._tokenizers, await self._picture()), name))
+
+    # -- operations ---------------------------------------------------------------------
+
+    @app.get("/health")
+    async def health(self) -> Response:
+        return _json({"status": "ok", "gateway": self._name, "pid": os.getpid()})
+
+    @app.get("/ready")
+    async def ready(self) -> Response:
+        """Redis answers, the controller answers: a turn could begin."""
+        await self._store.ping()
+        if await self._picture() is None:
+            raise Unavailable("the controller does not answer", retry_after_seconds=1.0)
+        return _json({"status": "ready"})
+
+    @app.get("/metrics")
+    async def prometheus(self) -> Response:
+        return Response(self.metrics.expose(await self._picture()), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/admin/models")
+    async def admin_models(self, request: Request) -> Response:
+        self._tenants.authenticate_admin(request.headers.get("authorization"))
+        return _json(admin.models(await self._need_picture()))
+
+    @app.get("/admin/events")
+    async def admin_events(self, request: Request) -> Response:
+        self._tenants.authenticate_admin(request.headers.get("authorization"))
+        most = admin.count_param(request.query_params.get("limit"), default=100, most=1000)
+        return _json(admin.events(await self._controller.events.remote(request.query_params.get("model"), most)))
+
+    @app.post("/admin/models/{name}/{verb}")
+    async def admin_ask(self, request: Request, name: str, verb: str) -> Response:
+        self._tenants.authenticate_admin(request.headers.get("authorization"))
+        admin.check_verb(verb)
+        answer = await self._controller.ask.remote(verb, name)
+        if isinstance(answer, OrchestratorError):
+            raise answer
+        return _json({"model": name, "state": str(answer)})
+
+    # -- inside -------------------------------------------------------------------------
+
+    async def _picture(self) -> PoolPicture | None:
+        try:
+            return await asyncio.wait_for(self._controller.picture.remote(), PICTURE_SECONDS)
+        except (RayError, TimeoutError):
+            return None
+
+    async def _need_picture(self) -> PoolPicture:
+        picture = await self._picture()
+        if picture is None:
+            raise Unavailable("the controller does not answer", retry_after_seconds=1.0)
+        return picture
+
+    def failed(self, request: Request, error: OrchestratorError) -> None:
+        self._log.info("request_failed", path=request.url.path, code=error.code, cause=error.message)
+
+    def check_health(self) -> None:
+        """Asked by Serve."""
+
+
+def _json(body: Any) -> Response:
+    return Response(orjson.dumps(body, default=str), media_type="application/json")
+
+
+@app.middleware("http")
+async def _name_request(request: Request, call_next: Any) -> Response:
+    request.state.request_id = request_id_of(request, f"req_{uuid.uuid4().hex}")
+    request.state.arrival = time.time()
+    response: Response = await call_next(request)
+    response.headers.setdefault("X-Request-ID", request.state.request_id)
+    return response
+
+
+@app.exception_handler(OrchestratorError)
+async def _ours(request: Request, error: OrchestratorError) -> Response:
+    return error_response(error, request.state.request_id)
+
+
+@app.exception_handler(HTTPException)
+async def _theirs(request: Request, error: HTTPException) -> Response:
+    return error_response(from_http_exception(request, error), request.state.request_id)
+
+
+@app.exception_handler(Exception)
+async def _bug(request: Request, error: Exception) -> Response:
+    """A bug of ours: said plainly, with the id to look for in the log."""
+    return error_response(
+        OrchestratorError(f"internal error in request {request.state.request_id}: {type(error).__name__}"),
+        request.state.request_id,
+    )

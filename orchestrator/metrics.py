@@ -1,0 +1,99 @@
+"""Owns every metric: name, unit and labels, once. Labels are bounded: configured names, never a session or a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from orchestrator.controller import PoolPicture
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class GatewayMetrics:
+    """What one gateway saw."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "orchestrator_requests", "HTTP requests answered", ("route", "status"), registry=self.registry
+        )
+        self.ttft_seconds = Histogram(
+            "orchestrator_time_to_first_token_seconds",
+            "From arrival to the first token; start says whether the model had to be brought in first",
+            ("model", "start"),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.queue_seconds = Histogram(
+            "orchestrator_queue_wait_seconds",
+            "From arrival to the first scheduled chunk, without waiting for the model",
+            ("model", "tenant"),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "orchestrator_prompt_tokens", "Prompt tokens of finished turns", ("model", "tenant"), registry=self.registry
+        )
+        self.cached_tokens = Counter(
+            "orchestrator_cached_prompt_tokens",
+            "Prompt tokens whose KV was reused; over prompt tokens it is the reuse ratio",
+            ("model", "tenant"),
+            registry=self.registry,
+        )
+        self.completion_tokens = Counter(
+            "orchestrator_completion_tokens", "Generated tokens", ("model", "tenant"), registry=self.registry
+        )
+        self.truncated_turns = Counter(
+            "orchestrator_truncated_turns", "Turns whose prompt was cut", ("model",), registry=self.registry
+        )
+        self.running = Gauge("orchestrator_turns_running", "Turns in this gateway now", registry=self.registry)
+
+    def expose(self, pool: PoolPicture | None) -> bytes:
+        """The Prometheus text of this gateway and of the pool."""
+        registry = CollectorRegistry()
+        if pool is not None:
+            registry.register(_PoolCollector(pool))  # type: ignore[arg-type]
+        return generate_latest(self.registry) + generate_latest(registry)
+
+
+class _PoolCollector:
+    """The controller's picture as metrics."""
+
+    def __init__(self, pool: PoolPicture) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        model = ["model"]
+        state = GaugeMetricFamily(
+            "orchestrator_model_state", "1 for the state a model is in", labels=["model", "state"]
+        )
+        memory = GaugeMetricFamily("orchestrator_model_memory_bytes", "Device bytes a model holds", labels=model)
+        waiting = GaugeMetricFamily("orchestrator_model_waiting", "Requests waiting for a model", labels=model)
+        used = GaugeMetricFamily("orchestrator_kv_blocks_used", "KV blocks held by generations", labels=model)
+        cached = GaugeMetricFamily("orchestrator_kv_blocks_cached", "Free KV blocks holding reusable KV", labels=model)
+        total = GaugeMetricFamily("orchestrator_kv_blocks", "KV blocks of a model's pool", labels=model)
+        for entry in self._pool.models:
+            name = entry.status.model
+            state.add_metric([name, str(entry.status.state)], 1)
+            memory.add_metric([name], entry.status.memory_bytes)
+            waiting.add_metric([name], entry.status.waiting)
+            if entry.host is not None:
+                used.add_metric([name], entry.host.stats.kv_blocks_used)
+                cached.add_metric([name], entry.host.stats.kv_blocks_cached)
+                total.add_metric([name], entry.host.stats.kv_blocks_total)
+        yield from (state, memory, waiting, used, cached, total)
+        kinds = ["model", "kind"]
+        switches = CounterMetricFamily("orchestrator_switches", "Loads and wakes that ended well", labels=kinds)
+        seconds = CounterMetricFamily("orchestrator_switch_seconds", "Seconds they took", labels=kinds)
+        for (name, kind), count in self._pool.switches.items():
+            switches.add_metric([name, kind], count)
+            seconds.add_metric([name, kind], self._pool.switch_seconds[name, kind])
+        yield from (switches, seconds)
+        for book in self._pool.books:
+            for kind in ("budget", "promised", "free"):
+                family = GaugeMetricFamily(f"orchestrator_device_{kind}_bytes", "The ledger", labels=["device"])
+                family.add_metric([book.device], getattr(book, f"{kind}_bytes"))
+                yield family
