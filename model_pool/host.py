@@ -45,6 +45,7 @@ class HostSpec:
     memory_bytes: int
     limits: EngineLimits
     dtype: str = "float32"
+    problem: str = ""  # why the directory could not be prepared: the load fails with it
     device_index: int | None = None  # the CUDA device it may see; None: CPU
     fake: FakeSettings | None = None  # the fake engine instead of a real one
     ticket_seconds: float = 10.0  # how long an unredeemed ticket holds up draining
@@ -97,6 +98,8 @@ class EngineHost:
         self._asyncio = asyncio.get_running_loop()
         self._reaper = asyncio.ensure_future(self._watch_gateways())
         try:
+            if self._spec.problem:
+                raise LoadFailed(self._spec.problem)
             self._loaded = await _in_thread(self._engine.load)
             self._residual_bytes = self._loaded.residual_bytes
             self._move(S.WARMING)

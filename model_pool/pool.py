@@ -68,9 +68,7 @@ class Pool:
 
     # --- requests
 
-    def on_demand(
-        self, ticket_id: str, model: str, arrival: float, deadline: float, tier: Tier, now: float
-    ) -> None:
+    def on_demand(self, ticket_id: str, model: str, arrival: float, deadline: float, tier: Tier, now: float) -> None:
         """A request wants this model. Answered by one resolve or reject; a known ticket id changes nothing."""
         if self._desk.knows(ticket_id):
             return
@@ -203,7 +201,9 @@ class Pool:
             self._life.thaw(slot, now)
             idle = slot.state is _S.READY and self._views.in_flight(slot, now) == 0
             if slot.drifted and idle:
-                self._life.evict(slot, f"0 in flight, restarted: drifted past the {slot.memory_bytes} bytes it had", now, unload=True)
+                self._life.evict(
+                    slot, f"0 in flight, restarted: drifted past the {slot.memory_bytes} bytes it had", now, unload=True
+                )
                 slot.restore = True
         self._replan(now)
         retry = self._settings.retry_after_seconds
@@ -283,10 +283,11 @@ class Pool:
 
     def _refuse(self, slot: Slot, reason: str, now: float) -> None:
         elsewhere = self._views.elsewhere(slot)
-        if slot.state is _S.SLEEPING and elsewhere is not None:
-            self._life.unload(slot, f"{reason}; moves to {elsewhere}", now)
-            return
         slot.committed = False
+        if elsewhere is not None:  # the next planning sends a cold model there
+            if slot.state is _S.SLEEPING:
+                self._life.unload(slot, f"{reason}; moves to {elsewhere}", now)
+            return
         slot.wanted_since = None
         self._life.decide(slot, reason, now)
         retry = self._settings.retry_after_seconds

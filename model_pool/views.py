@@ -16,9 +16,7 @@ from policies.types import DemandView, HostView, ModelState, PoolView, Tier
 class Views:
     """Reads slots, ledger and tickets; changes nothing."""
 
-    def __init__(
-        self, slots: Mapping[str, Slot], ledger: Ledger, desk: TicketDesk, settings: PoolSettings
-    ) -> None:
+    def __init__(self, slots: Mapping[str, Slot], ledger: Ledger, desk: TicketDesk, settings: PoolSettings) -> None:
         self._slots = slots
         self._ledger = ledger
         self._desk = desk

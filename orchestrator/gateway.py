@@ -1,12 +1,14 @@
 """Owns the gateway: the Ray Serve deployment that speaks HTTP. Any number of replicas may run; none knows another."""
 
-from __future__ import annotations
+# no postponed annotations here: FastAPI reads the routes' types when Serve unpickles the app in a replica
 
 import asyncio
 import os
 import time
+import traceback
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -38,6 +40,37 @@ from session_store.store import SessionStore
 
 app = FastAPI(title="context-orchestrator", docs_url=None, redoc_url=None, openapi_url=None)
 PICTURE_SECONDS = 3.0
+
+
+def _json(body: Any) -> Response:
+    return Response(orjson.dumps(body, default=str), media_type="application/json")
+
+
+# registered before the class: Serve copies the app when it sees `ingress`
+@app.middleware("http")
+async def _name_request(request: Request, call_next: Any) -> Response:
+    request.state.request_id = request_id_of(request, f"req_{uuid.uuid4().hex}")
+    request.state.arrival = time.time()
+    return await call_next(request)  # Serve's proxy puts X-Request-ID on the answer
+
+
+@app.exception_handler(OrchestratorError)
+async def _ours(request: Request, error: OrchestratorError) -> Response:
+    return error_response(error)
+
+
+@app.exception_handler(HTTPException)
+async def _theirs(request: Request, error: HTTPException) -> Response:
+    return error_response(from_http_exception(request, error))
+
+
+@app.exception_handler(Exception)
+async def _bug(request: Request, error: Exception) -> Response:
+    """A bug of ours: said plainly, with the id to look for in the log."""
+    traceback.print_exception(error)
+    return error_response(
+        OrchestratorError(f"internal error in request {request.state.request_id}: {type(error).__name__}")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +114,7 @@ class Gateway:
             self._store, generator, self._tokenizers, self._name, config.http.busy_session_seconds, self._log
         )
         self._chat = ChatRoute(config, runner, self.metrics)
-        self._following: asyncio.Task[None] | None = None
+        self._following: asyncio.Task | None = None
         self._log.info("gateway_started", gateway=self._name)
 
     def _load_tokenizers(self, plan: GatewayPlan) -> dict[str, ChatTokenizer]:
@@ -89,7 +122,7 @@ class Gateway:
         tokenizers = {}
         for name, path in plan.model_paths:
             try:
-                tokenizers[name] = load_tokenizer(path, self._config.model(name).chat_template)
+                tokenizers[name] = load_tokenizer(path and Path(path), self._config.model(name).chat_template)
             except Exception as error:  # noqa: BLE001 — boundary: whatever a broken directory raises is that model's alone
                 self._log.error("tokenizer_failed", model=name, cause=f"{type(error).__name__}: {error}")
         return tokenizers
@@ -104,7 +137,7 @@ class Gateway:
     async def chat_completions(self, request: Request) -> Response:
         tenant = self._tenants.authenticate(request.headers.get("authorization"))
         self._follow_routes()
-        return await self._chat.answer(request, tenant, request.state.request_id)
+        return await self._chat.answer(request, tenant)
 
     @app.get("/v1/models")
     async def models(self, request: Request) -> Response:
@@ -173,35 +206,3 @@ class Gateway:
 
     def check_health(self) -> None:
         """Asked by Serve."""
-
-
-def _json(body: Any) -> Response:
-    return Response(orjson.dumps(body, default=str), media_type="application/json")
-
-
-@app.middleware("http")
-async def _name_request(request: Request, call_next: Any) -> Response:
-    request.state.request_id = request_id_of(request, f"req_{uuid.uuid4().hex}")
-    request.state.arrival = time.time()
-    response: Response = await call_next(request)
-    response.headers.setdefault("X-Request-ID", request.state.request_id)
-    return response
-
-
-@app.exception_handler(OrchestratorError)
-async def _ours(request: Request, error: OrchestratorError) -> Response:
-    return error_response(error, request.state.request_id)
-
-
-@app.exception_handler(HTTPException)
-async def _theirs(request: Request, error: HTTPException) -> Response:
-    return error_response(from_http_exception(request, error), request.state.request_id)
-
-
-@app.exception_handler(Exception)
-async def _bug(request: Request, error: Exception) -> Response:
-    """A bug of ours: said plainly, with the id to look for in the log."""
-    return error_response(
-        OrchestratorError(f"internal error in request {request.state.request_id}: {type(error).__name__}"),
-        request.state.request_id,
-    )

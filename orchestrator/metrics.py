@@ -93,7 +93,7 @@ class _PoolCollector:
             seconds.add_metric([name, kind], self._pool.switch_seconds[name, kind])
         yield from (switches, seconds)
         for book in self._pool.books:
-            for kind in ("budget", "promised", "free"):
+            for kind in ("budget", "held", "free"):
                 family = GaugeMetricFamily(f"orchestrator_device_{kind}_bytes", "The ledger", labels=["device"])
                 family.add_metric([book.device], getattr(book, f"{kind}_bytes"))
                 yield family

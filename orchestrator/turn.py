@@ -22,7 +22,7 @@ from orchestrator.config import ModelConfig, TenantConfig
 from orchestrator.generation import Generator, Progress
 from orchestrator.logs import EventLogger
 from orchestrator.tokens import ChatTokenizer
-from policies.errors import ContextLengthExceeded, LeaseLost, OrchestratorError, StoreUnavailable
+from policies.errors import ContextLengthExceeded, LeaseLost, LoadFailed, OrchestratorError, StoreUnavailable
 from policies.truncation import fit
 from policies.types import TruncationRecord
 from session_store.items import Item
@@ -166,7 +166,7 @@ class TurnRunner:
     # -- prompt --------------------------------------------------------------------
 
     def _prompt(self, ask: Ask, begun: Begun | None) -> _Prompt:
-        tokenizer = self._tokenizers[ask.model.name]
+        tokenizer = self._tokenizer(ask.model)
         window = ask.model.max_model_len
         if begun is None:
             token_ids = tokenizer.encode(ask.messages)
@@ -185,6 +185,12 @@ class TurnRunner:
         token_ids = tokenizer.encode([messages[i] for i in kept])
         return _Prompt(tuple(token_ids), _answer_limit(ask, len(token_ids)), record)
 
+    def _tokenizer(self, model: ModelConfig) -> ChatTokenizer:
+        tokenizer = self._tokenizers.get(model.name)
+        if tokenizer is None:
+            raise LoadFailed(f"model {model.name} has no usable tokenizer; `orchestrator ps` says why")
+        return tokenizer
+
     def _request(self, ask: Ask, prompt: _Prompt) -> GenerationRequest:
         seed = ask.seed if ask.seed is not None else secrets.randbits(63)
         sampling = SamplingParams(
@@ -192,7 +198,7 @@ class TurnRunner:
             seed=seed,
             temperature=ask.temperature,
             top_p=ask.top_p,
-            stop=ask.stop + self._tokenizers[ask.model.name].stop,
+            stop=ask.stop + self._tokenizer(ask.model).stop,
         )
         return GenerationRequest(
             request_id=ask.turn_id,

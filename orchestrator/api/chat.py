@@ -36,13 +36,13 @@ class ChatRoute:
         self._metrics = metrics
         self._models = {model.name: model for model in config.models}
 
-    async def answer(self, request: Request, tenant: TenantConfig, request_id: str) -> Response:
+    async def answer(self, request: Request, tenant: TenantConfig) -> Response:
         """One chat completion, streamed or whole."""
         raw = await request.body()
         body = _parse(raw)
         ask = self._ask(body, raw, request.headers, tenant)
         progress = Progress(arrival=ask.arrival)
-        call = _Call(ask, body, request_id, progress, self._count)
+        call = _Call(ask, body, progress, self._count)
         events = self._watched(self._runner.run(ask, progress), ask)
         if body.stream:
             return await call.stream(events, self._config.http.stream_hold_seconds)
@@ -110,10 +110,9 @@ class ChatRoute:
 class _Call:
     """One answer being written."""
 
-    def __init__(self, ask: Ask, body: ChatRequest, request_id: str, progress: Progress, count: Any) -> None:
+    def __init__(self, ask: Ask, body: ChatRequest, progress: Progress, count: Any) -> None:
         self._ask = ask
         self._body = body
-        self._request_id = request_id
         self._progress = progress
         self._count = count
         self._created = int(ask.arrival)
@@ -223,7 +222,7 @@ class _Call:
         }
 
     def _headers(self, started: Started | None, done: Done | None = None) -> dict[str, str]:
-        headers = {"X-Request-ID": self._request_id}
+        headers: dict[str, str] = {}
         if self._ask.session_id is not None:
             headers["X-Session-ID"] = self._ask.session_id
         if started is not None:

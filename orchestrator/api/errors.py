@@ -22,12 +22,12 @@ def error_headers(error: OrchestratorError) -> dict[str, str]:
     }
 
 
-def error_response(error: OrchestratorError, request_id: str) -> Response:
+def error_response(error: OrchestratorError) -> Response:
     return Response(
         orjson.dumps(error.envelope()),
         status_code=error.http_status,
         media_type="application/json",
-        headers={"X-Request-ID": request_id, **error_headers(error)},
+        headers=error_headers(error),
     )
 
 

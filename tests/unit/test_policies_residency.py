@@ -109,6 +109,11 @@ def test_bytes_being_given_back_are_waited_for_not_freed_twice() -> None:
     assert short(going, host("b"), want("c", 45)) == [(K.WAIT, "c")]
 
 
+def test_free_bytes_are_given_away_once() -> None:
+    going = host("a", 40, 45, state=S.DRAINING)
+    assert short(going, want("b", 10, arrival=1.0), want("c", 10, arrival=2.0)) == [(K.START, "b"), (K.WAIT, "c")]
+
+
 def test_room_is_made_for_one_at_a_time_and_not_taken_away() -> None:
     asked = (want("first", 60, arrival=1.0), want("second", 10, arrival=2.0), want("third", 40, arrival=3.0))
     # free 15, a gives 80: first takes 60 of 95, second fits into what is free and left, third has to wait

@@ -49,6 +49,8 @@ def test_an_unredeemed_ticket_expires() -> None:
     assert world.status("a").in_flight == 1
     world.tick(0.1)
     assert world.status("a").in_flight == 0
+    world.demand("t1", "a")  # unknown again: a new answer
+    assert len(world.effects.resolved["t1"]) == 2
 
 
 def test_a_report_redeems_tickets() -> None:
@@ -233,6 +235,25 @@ def test_restoring_a_victim_evicts_nobody_and_yields_to_demand() -> None:
     world.pool.ask_unload("c", world.now)
     world.run()
     assert world.state("a") is S.READY
+
+
+def test_restoring_a_victim_does_not_take_the_bytes_of_a_waiter() -> None:
+    world = World({"a": 40, "x": 50, "b": 45, "c": 60}, residual=5, min_resident_seconds=30.0)
+    world.bring_up("a")
+    world.now = 20.0
+    world.bring_up("x")
+    world.now = 30.0
+    world.demand("b1", "b")  # a must go, x may not yet
+    world.answer("drain", "a")
+    world.answer("sleep", "a")
+    world.demand("c1", "c")
+    world.fail("start", "b")
+    world.answer("unload", "b")
+    assert (world.state("c"), world.state("a")) == (S.COLD, S.SLEEPING)  # a would fit, but c waits for x to go
+    world.tick(20.0)
+    world.run()
+    assert world.placed_on("c1").model == "c"
+    assert world.effects.verbs("a") == ["start", "drain", "sleep"]
 
 
 def test_a_lost_host_requeues_its_tickets_and_loads_again_at_once() -> None:

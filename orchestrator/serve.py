@@ -1,0 +1,214 @@
+"""Owns the composition: the only file that names concrete classes. Starts everything, stops everything.
+
+``orchestrator serve`` runs ``Service``. On a cluster that is run by others (``serve deploy``, KubeRay) ``app`` builds
+the same application from the config named by ORCHESTRATOR_CONFIG.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from engine.fake import FakeSettings
+from engine.protocol import EngineLimits
+from model_pool import catalog
+from model_pool.effects import HostRef, ModelSpec
+from model_pool.host import NAMESPACE, HostSpec
+from model_pool.slot import PoolSettings
+from orchestrator.cluster import PrivateCluster, check_port
+from orchestrator.config import Config, ModelConfig, load_config
+from orchestrator.controller import PoolPlan, get_controller
+from orchestrator.gateway import Gateway, GatewayPlan
+from policies.errors import LoadFailed, NotReachable, OrchestratorError
+from session_store.embedded import EmbeddedRedis
+
+APP = "orchestrator"
+RESIDUAL_ESTIMATE_BYTES = 400 * 2**20  # of a sleeping host's process, until it is measured
+Say = Callable[[str], None]
+Prepared = dict[str, Path | OrchestratorError | None]
+
+
+def prepare_models(config: Config, progress: Callable[[str, str, float], None]) -> Prepared:
+    """The directory of each model, or why there is none: a broken model must not keep the others from serving."""
+    prepared: Prepared = {}
+    for model in config.models:
+        try:
+            prepared[model.name] = catalog.resolve(
+                model.source, config.cache_dir, lambda what, share, name=model.name: progress(name, what, share)
+            )
+        except LoadFailed as error:
+            prepared[model.name] = error
+        progress(model.name, "ready", 1.0)
+    return prepared
+
+
+def pool_plan(config: Config, prepared: Prepared, log_path: Path) -> PoolPlan:
+    cooldown = config.pool.cooldown_seconds
+    return PoolPlan(
+        models=tuple(
+            ModelSpec(
+                model.name,
+                int(model.memory),
+                _residual_estimate(model),
+                model.pinned,
+                model.load_timeout_seconds,
+                model.max_waiting,
+            )
+            for model in config.models
+        ),
+        hosts=tuple((model.name, _host_spec(model, prepared[model.name], config)) for model in config.models),
+        devices=tuple((d.name, int(d.memory), d.index if d.kind == "cuda" else None) for d in config.devices),
+        policy=config.pool.policy,
+        settings=PoolSettings(
+            min_resident_seconds=config.pool.min_resident_seconds,
+            ticket_ttl_seconds=config.pool.ticket_seconds,
+            cooldown_seconds=cooldown,
+            cooldown_cap_seconds=16 * cooldown,
+        ),
+        preload=tuple(model.name for model in config.models if model.preload),
+        log_path=str(log_path),
+    )
+
+
+def _residual_estimate(model: ModelConfig) -> int:
+    return int(model.fake.residual_bytes) if model.fake is not None else RESIDUAL_ESTIMATE_BYTES
+
+
+def _host_spec(model: ModelConfig, path: Path | OrchestratorError | None, config: Config) -> HostSpec:
+    fake = None
+    if model.source == "fake":
+        fake = FakeSettings(**(model.fake.model_dump() if model.fake is not None else {}))
+    return HostSpec(
+        ref=HostRef(model.name, 0, 0),
+        path=str(path) if isinstance(path, Path) else model.source,
+        # a source that could not be prepared is loaded all the same, to fail with its cause where `ps` shows it
+        problem=path.message if isinstance(path, OrchestratorError) else "",
+        memory_bytes=int(model.memory),
+        limits=EngineLimits(
+            max_model_len=model.max_model_len,
+            block_size=model.block_size,
+            step_tokens=model.step_tokens,
+            max_running=model.max_running,
+            max_waiting=model.max_waiting,
+        ),
+        dtype=model.dtype,
+        fake=fake,
+        ticket_seconds=config.pool.ticket_seconds,
+    )
+
+
+def deploy(config: Config, prepared: Prepared, redis_url: str, log_path: Path) -> Any:
+    """Start (or adopt) the controller and return the Serve application."""
+    plan = pool_plan(config, prepared, log_path)
+    controller = get_controller(plan)
+    ray.get(controller.start.remote())
+    paths = tuple((name, str(path) if isinstance(path, Path) else None) for name, path in prepared.items())
+    gateway_plan = GatewayPlan(config.model_dump_json(), redis_url, paths, str(log_path))
+    return Gateway.options(num_replicas=config.http.gateways).bind(gateway_plan)
+
+
+class Service:
+    """The whole service on this machine."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.log_path = config.state_dir / "orchestrator.log"
+        self._run_file = config.state_dir / "run.json"
+        self._redis: EmbeddedRedis | None = None
+        self._cluster: PrivateCluster | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.http.host}:{self.config.http.port}"
+
+    def start(self, prepared: Prepared, say: Say) -> None:
+        """Bring everything up; what was started is stopped again when a later part fails."""
+        self.config.state_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._start(prepared, say)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End everything this service started."""
+        if ray.is_initialized():
+            ray.shutdown()
+        if self._cluster is not None:
+            self._cluster.stop()
+        if self._redis is not None:
+            self._redis.stop()
+        self._run_file.unlink(missing_ok=True)
+
+    def _start(self, prepared: Prepared, say: Say) -> None:
+        config = self.config
+        cluster = PrivateCluster(config.state_dir, config.ray.num_cpus)
+        if config.ray.address is None:
+            cluster.clean()  # an earlier life may still hold the port
+        check_port(config.http.host, config.http.port)
+        say("starting Redis" if config.redis.url is None else "connecting to Redis")
+        redis_url = self._start_redis()
+        say("starting Ray")
+        address = config.ray.address
+        if address is None:
+            self._cluster = cluster
+            cluster.start()
+            address = cluster.address
+        _connect(address)
+        say("starting the controller and the gateway")
+        application = deploy(config, prepared, redis_url, self.log_path)
+        serve.start(http_options={"host": config.http.host, "port": config.http.port}, proxy_location="HeadOnly")
+        serve.run(application, name=APP, route_prefix="/")
+        self._write_run_file()
+
+    def _start_redis(self) -> str:
+        if self.config.redis.url is not None:
+            _ping(self.config.redis.url)
+            return self.config.redis.url
+        self._redis = EmbeddedRedis(self.config.state_dir, appendfsync=self.config.redis.appendfsync)
+        self._redis.start()
+        return self._redis.url
+
+    def _write_run_file(self) -> None:
+        """Where the CLI finds this service; readable by us alone, since it may name an admin key."""
+        admin = next((t.demo_key for t in self.config.tenants if t.admin and t.demo_key), None)
+        content = {"url": self.url, "pid": os.getpid(), "admin_key": admin, "started": time.time()}
+        partial = self._run_file.with_suffix(".partial")
+        partial.touch(mode=0o600)
+        partial.write_text(json.dumps(content))
+        partial.rename(self._run_file)
+
+
+def _connect(address: str) -> None:
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError) as error:
+        raise NotReachable(f"cannot join the Ray cluster at {address}: {error}") from error
+
+
+def _ping(url: str) -> None:
+    import redis
+
+    try:
+        client = redis.Redis.from_url(url, socket_connect_timeout=3, socket_timeout=3)
+        with client:
+            client.ping()
+    except (redis.RedisError, ValueError) as error:
+        host = url.rsplit("@", 1)[-1]  # never the password
+        raise NotReachable(f"Redis at {host} is not reachable: {error}") from error
+
+
+def app(args: Mapping[str, str] | None = None) -> Any:
+    """Application builder for ``serve deploy`` and KubeRay: ``import_path: orchestrator.serve:app``."""
+    config = load_config(Path((args or {}).get("config") or os.environ["ORCHESTRATOR_CONFIG"]))
+    if config.redis.url is None:
+        raise NotReachable("on a cluster run by others, redis.url must name a Redis that all nodes reach")
+    prepared = prepare_models(config, lambda *_: None)
+    return deploy(config, prepared, config.redis.url, config.state_dir / "orchestrator.log")
