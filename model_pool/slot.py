@@ -21,6 +21,7 @@ class PoolSettings:
     losses_window_seconds: float = 300.0
     aging_seconds: float = 30.0  # a waiting request moves up one tier each
     retry_after_seconds: float = 2.0  # told to clients when nothing better is known
+    first_epoch: int = 0  # epochs start above it; a restarted controller must not use one twice
     answer_timeout_seconds: float = 60.0  # sleep: then unload instead; unload: then ask again
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Coroutine
@@ -68,6 +69,7 @@ class PoolPicture:
     books: tuple[DeviceBooks, ...]
     switches: dict[tuple[str, str], int]  # (model, wake|load) → count
     switch_seconds: dict[tuple[str, str], float]
+    pid: int  # of the controller
 
 
 class Controller:
@@ -80,7 +82,8 @@ class Controller:
         self._actors: dict[HostRef, Any] = {}
         self._pictures: dict[HostRef, HostPicture] = {}
         self._answers: dict[str, asyncio.Future[Placement | OrchestratorError]] = {}
-        self._routes = RoutingTable(0, {})
+        self._first_version = time.time_ns()
+        self._routes = RoutingTable(self._first_version, {})
         self._routes_changed = asyncio.Event()
         self._events: deque[PoolEvent] = deque(maxlen=EVENTS_KEPT)
         self._switches: dict[tuple[str, str], int] = {}
@@ -91,7 +94,7 @@ class Controller:
             {name: budget for name, budget, _ in plan.devices},
             RESIDENCY.make(plan.policy),
             self,
-            plan.settings,
+            replace(plan.settings, first_epoch=int(time.time())),
         )
         self._started = False
         self._starting: asyncio.Future[None] | None = None
@@ -149,7 +152,7 @@ class Controller:
         await self.start()
         pictures = {ref.model: picture for ref, picture in self._pictures.items()}
         models = tuple(ModelPicture(s, pictures.get(s.model)) for s in self._pool.status(time.time()))
-        return PoolPicture(models, self._pool.books(), dict(self._switches), dict(self._switch_seconds))
+        return PoolPicture(models, self._pool.books(), dict(self._switches), dict(self._switch_seconds), os.getpid())
 
     async def events(self, model: str | None = None, most: int = 100) -> list[PoolEvent]:
         chosen = [event for event in self._events if model in (None, event.model)]
@@ -193,7 +196,8 @@ class Controller:
         self._answer(ticket_id, error)
 
     def publish(self, table: RoutingTable) -> None:
-        self._routes = table
+        # the pool counts from 0 in each life; a gateway must never take our table for our predecessor's
+        self._routes = replace(table, version=self._first_version + table.version)
         self._routes_changed.set()
 
     def record(self, event: PoolEvent) -> None:

@@ -17,6 +17,7 @@ def models(pool: PoolPicture) -> dict[str, Any]:
     return {
         "models": [_model(entry) for entry in pool.models],
         "devices": [dataclasses.asdict(book) for book in pool.books],
+        "controller_pid": pool.pid,
     }
 
 

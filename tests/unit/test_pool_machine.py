@@ -1,4 +1,4 @@
-"""Random demand, outcomes, deaths, silence and time against the pool; the truth is kept beside it, not asked from it."""
+"""Random demand, outcomes, deaths, silence and time against the pool; the truth is kept beside it, not asked of it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,278 @@
+"""The scenario bank's entries about HTTP, on a whole service with fake models."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.service import RunningService, wait_until
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(180)]
+
+ACME = {"Authorization": "Bearer sk-demo-acme"}
+GLOBEX = {"Authorization": "Bearer sk-demo-globex"}
+
+
+def ask(service: RunningService, model: str, text: str = "hello", headers: Any = None, **fields: Any) -> httpx.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": text}], **fields}
+    return httpx.post(f"{service.url}/v1/chat/completions", json=body, headers={**ACME, **(headers or {})}, timeout=60)
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any] | str]:
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def stream(service: RunningService, model: str, text: str = "hello", headers: Any = None, **fields: Any) -> Any:
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "stream": True, **fields}
+    return httpx.stream(
+        "POST", f"{service.url}/v1/chat/completions", json=body, headers={**ACME, **(headers or {})}, timeout=60
+    )
+
+
+def text_of(found: list[Any]) -> str:
+    deltas = [e["choices"][0]["delta"] for e in found if isinstance(e, dict) and e.get("choices")]
+    return "".join(delta.get("content", "") for delta in deltas)
+
+
+def session() -> dict[str, str]:
+    return {"X-Session-ID": f"s-{uuid.uuid4().hex}"}
+
+
+def idle(service: RunningService, model: str) -> bool:
+    stats = service.model(model)["stats"]
+    return stats["running"] == stats["waiting"] == stats["kv_blocks_used"] == 0
+
+
+# -- wire errors --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "code"),
+    [
+        ({"model": "nope"}, 404, "model", "model_not_found"),
+        ({"n": 2}, 400, "n", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
+        ({"logprobs": True}, 400, "logprobs", "unsupported_parameter"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
+        ({"no_such_field": 1}, 400, "no_such_field", "unsupported_parameter"),
+        ({"temperature": 3}, 400, "temperature", "invalid_request"),
+        ({"top_p": -1}, 400, "top_p", "invalid_request"),
+        ({"max_tokens": 0}, 400, "max_tokens", "invalid_request"),
+        ({"messages": []}, 400, "messages", "invalid_request"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role", "invalid_request"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop", "invalid_request"),
+    ],
+)
+def test_S59_E59_bad_fields_get_the_envelope(
+    fake_service: RunningService, fields: dict[str, Any], status: int, param: str, code: str
+) -> None:
+    body = {"model": "quick", "messages": [{"role": "user", "content": "x"}], **fields}
+    response = httpx.post(f"{fake_service.url}/v1/chat/completions", json=body, headers=ACME, timeout=30)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code), error
+    assert error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_S59_switched_off_fields_are_accepted(fake_service: RunningService) -> None:
+    assert ask(fake_service, "quick", n=1, logprobs=False, presence_penalty=0, tools=[]).status_code == 200
+
+
+def test_S59_unknown_route_method_and_body(fake_service: RunningService) -> None:
+    url = fake_service.url
+    for response, status, code in (
+        (httpx.get(f"{url}/v1/nothing", headers=ACME), 404, "not_found"),
+        (httpx.get(f"{url}/v1/chat/completions", headers=ACME), 405, "method_not_allowed"),
+        (httpx.post(f"{url}/v1/chat/completions", content=b"{", headers=ACME), 400, "invalid_request"),
+        (httpx.post(f"{url}/v1/chat/completions", content=b"[]", headers=ACME), 400, "invalid_request"),
+        (httpx.get(f"{url}/v1/models"), 401, "invalid_api_key"),
+        (httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer wrong"}), 401, "invalid_api_key"),
+        (httpx.get(f"{url}/admin/models", headers=ACME), 403, "permission_denied"),
+    ):
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+def test_too_long_a_prompt_is_refused_before_any_stream_header(fake_service: RunningService) -> None:
+    for stream_it in (False, True):
+        response = ask(fake_service, "small", "x" * 300, stream=stream_it)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_E16_what_can_never_fit_the_kv_pool_is_refused_at_once(fake_service: RunningService) -> None:
+    begin = time.monotonic()
+    response = ask(fake_service, "tight", "x" * 400, max_tokens=300)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "request_too_large"
+    assert "512" in response.json()["error"]["message"]
+    assert time.monotonic() - begin < 10
+    assert ask(fake_service, "tight", "x" * 400, max_tokens=30).status_code == 200
+
+
+# -- turns ----------------------------------------------------------------------------------
+
+
+def test_streamed_and_whole_answers_agree_and_usage_is_right(fake_service: RunningService) -> None:
+    whole = ask(fake_service, "quick", "same", max_tokens=20).json()
+    with stream(fake_service, "quick", "same", max_tokens=20, stream_options={"include_usage": True}) as response:
+        found = list(events(response))
+    assert text_of(found) == whole["choices"][0]["message"]["content"] != ""
+    assert found[-1] == "[DONE]"
+    assert found[-2]["usage"] == whole["usage"] | {"prompt_tokens_details": found[-2]["usage"]["prompt_tokens_details"]}
+    assert found[-3]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
+
+
+def test_S20_two_turns_on_one_session_never_interleave(fake_service: RunningService) -> None:
+    headers = session()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, fake_service, "slow", "one", headers, max_tokens=60)
+        time.sleep(0.5)
+        second = ask(fake_service, "slow", "two", headers, max_tokens=4)
+    assert first.result().status_code == 200
+    assert second.status_code == 409
+    assert second.json()["error"]["code"] == "session_busy"
+    assert int(second.headers["retry-after"]) >= 1
+    assert ask(fake_service, "slow", "three", headers, max_tokens=4).status_code == 200
+
+
+def test_S22_retry_with_the_same_key_gets_the_stored_reply(fake_service: RunningService) -> None:
+    headers = session() | {"Idempotency-Key": uuid.uuid4().hex}
+    first = ask(fake_service, "quick", "once", headers)
+    again = ask(fake_service, "quick", "once", headers)
+    with stream(fake_service, "quick", "once", headers) as response:
+        streamed = list(events(response))
+    assert first.json()["choices"] == again.json()["choices"]
+    assert text_of(streamed) == first.json()["choices"][0]["message"]["content"]
+    assert again.headers["x-idempotent-replayed"] == "true"
+    other = ask(fake_service, "quick", "something else", headers)
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_mismatch")
+    follow = ask(fake_service, "quick", "next", {"X-Session-ID": headers["X-Session-ID"]})
+    alone = ask(fake_service, "quick", "next").json()["usage"]["prompt_tokens"]
+    one_turn = len(first.json()["choices"][0]["message"]["content"]) + len("User: once\nAssistant: \n")
+    assert follow.json()["usage"]["prompt_tokens"] == alone + one_turn
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_S23_S62_E28_client_gone_aborts_and_releases_everything(fake_service: RunningService, streamed: bool) -> None:
+    headers = session()
+    client = httpx.Client(timeout=60)
+    body = {"model": "slow", "messages": [{"role": "user", "content": "long"}], "stream": streamed}
+    request = client.build_request(
+        "POST", f"{fake_service.url}/v1/chat/completions", json=body, headers={**ACME, **headers}
+    )
+    if streamed:
+        response = client.send(request, stream=True)
+        next(events(response))
+        response.close()
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            client.send(client.build_request(
+                "POST", f"{fake_service.url}/v1/chat/completions", json=body,
+                headers={**ACME, **headers}, timeout=1.0,
+            ))  # fmt: skip
+    client.close()
+    wait_until(lambda: idle(fake_service, "slow"), 5, "generation aborted, blocks free")
+    # the lease is free, and the aborted turn is not in the prompt
+    after = ask(fake_service, "slow", "next", headers, max_tokens=4)
+    assert after.status_code == 200
+    assert (
+        after.json()["usage"]["prompt_tokens"]
+        == ask(fake_service, "slow", "next", max_tokens=4).json()["usage"]["prompt_tokens"]
+    )
+
+
+def test_S62_the_reservation_of_a_gone_client_is_released(fake_service: RunningService) -> None:
+    limited = {"Authorization": "Bearer sk-demo-limited"}
+    with stream(fake_service, "slow", "long", limited) as response:
+        found = events(response)  # kept: dropping the iterator closes the connection
+        next(found)
+        refused = ask(fake_service, "quick", "x", limited)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_limit")
+    wait_until(lambda: ask(fake_service, "quick", "x", limited).status_code == 200, 5, "the place is free")
+
+
+def test_S35_another_tenants_session_does_not_exist(fake_service: RunningService) -> None:
+    headers = session()
+    ask(fake_service, "quick", "a secret", headers)
+    theirs = ask(fake_service, "quick", "hi", headers | GLOBEX).json()["usage"]["prompt_tokens"]
+    fresh = ask(fake_service, "quick", "hi").json()["usage"]["prompt_tokens"]
+    assert theirs == fresh
+
+
+def test_S61_an_engine_error_after_the_first_token_is_an_error_event(fake_service: RunningService) -> None:
+    headers = session()
+    with stream(fake_service, "nan", "x", headers) as response:
+        found = list(events(response))
+    assert response.status_code == 200
+    assert found[-1]["error"]["code"] == "engine_error"
+    assert "[DONE]" not in found
+    assert all(e["choices"][0]["finish_reason"] is None for e in found[:-1])
+    # nothing of it is in the history
+    again = ask(fake_service, "quick", "y", headers).json()["usage"]["prompt_tokens"]
+    assert again == ask(fake_service, "quick", "y").json()["usage"]["prompt_tokens"]
+
+
+def test_session_truncation_is_reported(fake_service: RunningService) -> None:
+    headers = session()
+    for turn in range(6):
+        last = ask(fake_service, "small", f"turn {turn} " + "x" * 40, headers)
+        assert last.status_code == 200
+    assert last.headers["x-context-truncated"].startswith("turns=")
+    assert last.json()["usage"]["prompt_tokens"] <= 256 - 32
+
+
+def test_a_second_turn_on_another_model_sees_the_first(fake_service: RunningService) -> None:
+    headers = session()
+    first = ask(fake_service, "quick", "hello", headers).json()["choices"][0]["message"]["content"]
+    second = ask(fake_service, "small", "and?", headers)
+    expected = f"User: hello\nAssistant: {first}\nUser: and?\nAssistant:"
+    assert second.json()["usage"]["prompt_tokens"] == len(expected)
+
+
+# -- residency through HTTP -------------------------------------------------------------------
+
+
+def test_R10_R01_a_stream_completes_before_its_model_gives_way_and_everybody_is_served(
+    fake_service: RunningService,
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        begun = threading.Event()
+
+        def long() -> list[Any]:
+            with stream(fake_service, "left", "long", max_tokens=200) as response:
+                found = []
+                for event in events(response):
+                    found.append(event)
+                    begun.set()
+                return found
+
+        running = pool.submit(long)
+        assert begun.wait(30)
+        right = pool.submit(ask, fake_service, "right", "x")
+        time.sleep(0.2)
+        left_again = pool.submit(ask, fake_service, "left", "again", max_tokens=4)
+        found = running.result(60)
+        assert found[-1] == "[DONE]" and len(text_of(found)) == 200
+        assert right.result(60).status_code == 200
+        assert left_again.result(60).status_code == 200
+
+
+def test_a_broken_model_fails_with_its_cause_and_the_others_serve(fake_service: RunningService) -> None:
+    response = ask(fake_service, "broken")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (503, "load_failed")
+    assert "/nonexistent/model" in error["message"]
+    assert int(response.headers["retry-after"]) >= 1
+    assert "/nonexistent/model" in fake_service.model("broken")["cause"]
+    assert ask(fake_service, "quick").status_code == 200

@@ -1,0 +1,91 @@
+"""The whole service as a child process, for tests and acceptance programs: start, look at, kill parts of it, stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ADMIN = "sk-demo-admin"
+START_SECONDS = 240
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class RunningService:
+    """``orchestrator serve`` with its own state directory and port."""
+
+    def __init__(self, config: Path, state_dir: Path) -> None:
+        self.config = config
+        self.state_dir = state_dir
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.output = state_dir / "serve.out"
+
+    def start(self) -> None:
+        self.state_dir.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable, "-m", "orchestrator.cli", "serve", "--config", str(self.config),
+            "--port", str(self.port), "--state-dir", str(self.state_dir),
+        ]  # fmt: skip
+        with self.output.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + START_SECONDS
+        while b"ready in" not in self.output.read_bytes():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the service did not start:\n{self.output.read_text()}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """As Ctrl-C does."""
+        if self.process is None:
+            return
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            self.process = None
+
+    def admin(self) -> dict[str, Any]:
+        """What ``orchestrator ps --json`` shows."""
+        response = httpx.get(f"{self.url}/admin/models", headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30)
+        response.raise_for_status()
+        return response.json()
+
+    def model(self, name: str) -> dict[str, Any]:
+        return next(model for model in self.admin()["models"] if model["model"] == name)
+
+    def gateway_pid(self) -> int:
+        return httpx.get(f"{self.url}/health", timeout=30).json()["pid"]
+
+
+def wait_until(true: Any, seconds: float, what: str) -> None:
+    """Poll ``true()`` until it holds; AssertionError after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.1)
+
+
+def kill_hard(pid: int) -> None:
+    """SIGKILL, and the proof that the process is gone."""
+    process = psutil.Process(pid)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 10, f"pid {pid} dead")
