@@ -69,6 +69,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def holds(self, key: bytes) -> bool:
+        """Is the block with this key still findable?"""
+        return key in self._by_key
+
     def take(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block found by ``match``."""
         for block in blocks:

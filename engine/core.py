@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from engine.blocks import BlockPool
 from engine.context import Context
 from engine.detokenizer import Decoder, TextStream
 from engine.prefix import KVIdentity
-from engine.protocol import EngineLimits, EngineStats, FinishReason, GenerationRequest, LoadReport, Output
+from engine.protocol import EngineLimits, EngineStats, FinishReason, GenerationRequest, LoadReport, Output, WakeReport
 from engine.scheduler import Chunk, Scheduler, StepPlan
 from policies.errors import BadRequest, DeadlineExceeded, EngineError, HostUnavailable
 from policies.types import ContextState
+
+NOT_FINITE = "the model produced no finite score for this generation"
+
+SESSIONS_REMEMBERED = 4096
 
 
 class EngineCore(ABC):
@@ -30,6 +34,7 @@ class EngineCore(ABC):
         self._contexts: dict[tuple[str, int], Context] = {}
         self._texts: dict[tuple[str, int], TextStream] = {}
         self._counts: Counter[str] = Counter()
+        self._sessions: OrderedDict[str, bytes] = OrderedDict()  # session → key of its last full block
 
     # -- what a kind of engine supplies ------------------------------------------
 
@@ -76,16 +81,22 @@ class EngineCore(ABC):
             self._scheduler.pool.clear_cache()  # the KV goes: nothing may be found again
             self._give_back()
 
-    def wake(self) -> None:
+    def wake(self) -> WakeReport:
         if self._awake:
-            return
+            return WakeReport(0.0, 0.0)
+        begin = time.monotonic()
         try:
             self._take_again()
+            copied = time.monotonic()
+            self._canary()
         except (RuntimeError, MemoryError) as error:
             self._give_back()
             raise HostUnavailable(f"not enough memory to wake: {error}") from error
-        self._canary()
+        except EngineError:
+            self._give_back()
+            raise
         self._awake = True
+        return WakeReport(copied - begin, time.monotonic() - copied)
 
     # -- generations -------------------------------------------------------------
 
@@ -140,6 +151,7 @@ class EngineCore(ABC):
             generated_tokens=self._counts["generated"],
             preemptions=self._scheduler.preemptions,
             steps=self._counts["steps"],
+            sessions=sum(self._scheduler.pool.holds(key) for key in self._sessions.values()),
             tenants_waiting=tuple(sorted(waiting.items())),
         )
 
@@ -149,9 +161,10 @@ class EngineCore(ABC):
         tokens = request.prompt_token_ids
         if not tokens:
             raise BadRequest("the prompt has no tokens", param="messages")
-        top = max(*tokens, *request.delivered_token_ids, 0)
-        if min(tokens) < 0 or top >= self._vocabulary:
-            raise BadRequest(f"token id {top} is outside the vocabulary of {self._vocabulary}", param="messages")
+        known = tokens + request.delivered_token_ids
+        for token in (min(known), max(known)):
+            if not 0 <= token < self._vocabulary:
+                raise BadRequest(f"token id {token} is outside the vocabulary of {self._vocabulary}", param="messages")
         if request.sampling.max_tokens <= len(request.delivered_token_ids):
             raise BadRequest(
                 f"max_tokens {request.sampling.max_tokens} leaves nothing to generate after "
@@ -165,7 +178,7 @@ class EngineCore(ABC):
         sampled = list(zip((c.context for c in plan.chunks if c.samples), tokens, strict=True))
         outputs = [self._expired(context) for context in plan.expired]
         # failures first: a failed context's blocks must not be published
-        outputs += [self._fail(context) for context, token in sampled if token is None]
+        outputs += [self._fail(context, NOT_FINITE) for context, token in sampled if token is None]
         self._scheduler.computed(plan)
         outputs += [self._append(context, token, now) for context, token in sampled if token is not None]
         return outputs
@@ -179,11 +192,23 @@ class EngineCore(ABC):
         context.last_token = now
         context.token_ids.append(token)
         self._counts["generated"] += 1
-        text, reason = self._say(context, token)
+        try:
+            text, reason = self._say(context, token)
+        except Exception as error:  # noqa: BLE001 — boundary: text that cannot be made fails its own generation alone
+            return self._fail(context, f"its text could not be decoded: {type(error).__name__}: {error}")
         if reason is not None:
+            self._remember_session(context)
             self._scheduler.end(context, ContextState.FINISHED, now, reason)
             self._forget(context)
         return Output(*context.key, (token,), text, reason, usage=context.usage())
+
+    def _remember_session(self, context: Context) -> None:
+        session = context.request.session
+        if session is not None and context.num_published:
+            self._sessions[session] = context.block_keys[context.num_published - 1]
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > SESSIONS_REMEMBERED:
+                self._sessions.popitem(last=False)
 
     def _say(self, context: Context, token: int) -> tuple[str, FinishReason | None]:
         stream = self._texts[context.key]
@@ -200,8 +225,8 @@ class EngineCore(ABC):
         error = DeadlineExceeded(f"waited {waited:.1f} s for a place in the batch; the deadline passed")
         return Output(*context.key, error=error, usage=context.usage())
 
-    def _fail(self, context: Context) -> Output:
-        error = EngineError("the model produced no finite score for this generation")
+    def _fail(self, context: Context, why: str) -> Output:
+        error = EngineError(why)
         self._scheduler.end(context, ContextState.FAILED, time.monotonic(), error.message)
         self._forget(context)
         return Output(*context.key, error=error, usage=context.usage())

@@ -8,6 +8,7 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"  # what a tokenizer prints for bytes that are not (yet) a character
 LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens of a byte-level vocabulary
+LONGEST_GARBAGE = 64  # tokens without a whole character at their end after which we start afresh
 PROMPT_TAIL = 6  # prompt tokens kept as context: some tokenizers strip the first token's leading space
 
 
@@ -31,26 +32,43 @@ class IncrementalDecoder:
             tail = []  # the prompt ends inside a character: it must not appear in our first piece
         self._ids = tail
         self._prefix = 0  # start of the context
-        self._read = len(tail)  # everything before was sent
+        self._read = len(tail)  # where the next context begins
+        self._sent = len(self._text(tail))  # characters of the text from _prefix on that were sent
+        self._unfinished = 0  # tokens in a row after which the text ended inside a character
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        pieces = []
-        for token in token_ids:
-            self._ids.append(token)
-            before = self._text(self._ids[self._prefix : self._read])
-            after = self._text(self._ids[self._prefix :])
-            unfinished = after.endswith(REPLACEMENT) and len(self._ids) - self._read < LONGEST_CHARACTER
-            if len(after) > len(before) and not unfinished:
-                pieces.append(after[len(before) :])
-                self._prefix, self._read = self._read, len(self._ids)
-        return "".join(pieces)
+        return "".join(map(self._feed_one, token_ids))
 
     def flush(self) -> str:
         """The rest, whole or not."""
-        before = self._text(self._ids[self._prefix : self._read])
-        after = self._text(self._ids[self._prefix :])
-        self._prefix = self._read = len(self._ids)
-        return after[len(before) :]
+        rest = self._text(self._ids[self._prefix :])[self._sent :]
+        self._begin_context(len(self._ids))
+        return rest
+
+    def _feed_one(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._text(self._ids[self._prefix :])
+        if not text.endswith(REPLACEMENT):
+            self._unfinished = 0
+            piece = text[self._sent :]
+            if piece:
+                self._begin_context(self._read)
+            return piece
+        self._unfinished += 1
+        if self._unfinished < LONGEST_CHARACTER:
+            return ""
+        if self._unfinished >= LONGEST_GARBAGE:  # else the context would grow without end
+            return self.flush()
+        # Not UTF-8, at least not all of it. Only the last replacement may still become a character.
+        piece = text[self._sent : -1]
+        self._sent = max(self._sent, len(text) - 1)
+        return piece
+
+    def _begin_context(self, at: int) -> None:
+        """All text so far is sent; the ids from ``at`` on stay as context for what follows."""
+        self._prefix, self._read = at, len(self._ids)
+        self._sent = len(self._text(self._ids[at:]))
+        self._unfinished = 0
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=True) if ids else ""
@@ -69,10 +87,11 @@ class StopStrings:
         if self.hit:
             return ""
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
+        # the one that ends first: so that the cut does not depend on how the text was split into pieces
+        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             self.hit, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         keep = max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

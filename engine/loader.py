@@ -113,7 +113,7 @@ def _measure(
         machine.choose_threads(decode)
     per_context = max(1, limits.step_tokens // rows)
     widest = made_up_step(runner, scratch, limits, [[1] * per_context] * rows)
-    longest = made_up_step(runner, scratch, limits, [[1] * limits.step_tokens])
+    longest = made_up_step(runner, scratch, limits, [[1] * min(limits.step_tokens, limits.max_model_len)])
     return max(machine.peak_of(widest), machine.peak_of(longest))
 
 

@@ -111,6 +111,14 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class WakeReport:
+    """Where the time of a wake went."""
+
+    copy_seconds: float  # memory allocated and weights copied
+    canary_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A cheap picture for metrics and ``orchestrator ps``. Counters only grow."""
 
@@ -124,6 +132,7 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    sessions: int = 0  # whose KV, to its last full block, is still on the device
     tenants_waiting: tuple[tuple[str, int], ...] = ()
 
 
@@ -152,7 +161,7 @@ class Engine(Protocol):
     def sleep(self) -> None:
         """Give weights and KV back. Only with no generation live."""
 
-    def wake(self) -> None:
+    def wake(self) -> WakeReport:
         """Copy the weights back and ask the canary.
 
         HostUnavailable, still asleep, when memory is short; EngineError when the canary's answer is wrong.

@@ -59,6 +59,11 @@ class Scheduler:
     def capacity_tokens(self) -> int:
         return len(self.pool) * self.limits.block_size
 
+    @property
+    def _most_running(self) -> int:
+        """A token each must fit into a step: the activation peak was measured for ``step_tokens``."""
+        return min(self.limits.max_running, self.limits.step_tokens)
+
     def contexts(self) -> Iterable[Context]:
         return [*self.running, *self.waiting]
 
@@ -90,7 +95,7 @@ class Scheduler:
         expired = self._expire(now, wall)
         self.running.sort(key=lambda context: self._order(context, wall))
         decoding = sum(c.num_tokens - c.num_computed == 1 for c in self.running)
-        budget = max(1, self.limits.step_tokens - decoding)
+        budget = self.limits.step_tokens - decoding  # at least 1 if anybody else runs: see _most_running
         chunks: list[Chunk] = []
         position = 0
         while position < len(self.running):  # preemption shortens the list from its end
@@ -175,7 +180,7 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], budget: int, now: float, wall: float) -> None:
         self.waiting.sort(key=lambda context: self._order(context, wall))
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_running:
+        while self.waiting and budget > 0 and len(self.running) < self._most_running:
             context = self.waiting[0]
             hits = self._cached_blocks(context)
             if not self._fits(context, hits):
@@ -244,7 +249,12 @@ class Scheduler:
         return (*key, context.context_id)
 
     def _expire(self, now: float, wall: float) -> tuple[Context, ...]:
-        late = [c for c in self.waiting if c.request.deadline is not None and wall > c.request.deadline]
+        """The deadline bounds the wait for the first token: who was preempted after it waits for its blocks only."""
+        late = [
+            context
+            for context in self.waiting
+            if context.first_token is None and context.request.deadline is not None and wall > context.request.deadline
+        ]
         for context in late:
             self.end(context, ContextState.EXPIRED, now, "its deadline passed while waiting")
         return tuple(late)

@@ -31,6 +31,7 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 DEMO_CONFIG = Path(__file__).with_name("demo.yaml")
+DEMO_SOURCE = "demo:smollm2-135m-instruct"
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; none: the demo.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -116,7 +117,7 @@ def ps(url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
             model["state"],
             _size(model["memory_bytes"]),
             _size(model["residual_bytes"]),
-            str(model.get("sessions", "-")),
+            str(model.get("stats", {}).get("sessions", 0)),
             str(model["in_flight"]),
             f"{time.time() - used:.0f} s ago" if used else "never",
             model["cause"] or "",
@@ -144,6 +145,31 @@ def events(
         moved = f"{event['old']} → {event['new']}" if event["old"] != event["new"] else event["kind"]
         at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
         out.print(f"{at}  {event['model']}  {moved}  {event['reason']}", highlight=False)
+
+
+bench_app = typer.Typer(help="Measure, both sides in one run, as ratios.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command(name="swap", epilog="Example: orchestrator bench swap --json > swap.json")
+def bench_swap(
+    source: Annotated[str, typer.Option("--model", help="A model source, as in a config.")] = DEMO_SOURCE,
+    as_json: JsonOption = False,
+) -> None:
+    """What sleeping, waking and loading a model cost."""
+    from model_pool import catalog
+    from orchestrator.bench import report, swap
+
+    with _bars() as progress:
+        path = catalog.resolve(source, _load(None, {}).cache_dir, lambda what, share: progress(source, what, share))
+    if path is None:
+        raise ConfigError("the fake engine has nothing to measure; name a real model")
+    with err.status("measuring"):
+        sections = swap.run(path)
+    if as_json:
+        out.print_json(data=report.report("swap", sections))
+    else:
+        report.print_table(out, sections)
 
 
 def _ask(verb: str) -> Callable[..., None]:

@@ -183,6 +183,9 @@ class Config(BaseSettings):
         hashes = [h for t in self.tenants for h in t.key_hashes]
         if len(set(hashes)) != len(hashes):
             raise ValueError("two tenants share an API key")
+        cuda = [d.name for d in self.devices if d.kind == "cuda"]
+        if cuda:
+            raise ValueError(f"device {', '.join(cuda)}: kind cuda is not built yet; use kind: cpu")
         demo = [t.name for t in self.tenants if t.demo_key]
         if demo and not is_loopback(self.http.host):
             raise ValueError(

@@ -1,0 +1,146 @@
+"""Owns ``bench swap``: what sleeping, waking and loading a model cost, against the least they could.
+
+Engines run in subprocesses, so that each sample starts from a clean process and gives all of its memory back.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from orchestrator.bench.report import Section, section
+from policies.errors import OrchestratorError
+
+CYCLES = 7
+COLD_SAMPLES = 3
+MEMORY_BYTES = 3 * 2**30
+
+
+def run(path: Path) -> list[Section]:
+    """All sections for the model in ``path``."""
+    cycles = _worker("cycles", path)
+    cold = [(_timed("load", path), _timed("floor", path)) for _ in range(COLD_SAMPLES)]
+    canary = sorted(cycles["canary_seconds"])[len(cycles["canary_seconds"]) // 2]
+    return [
+        section(
+            "wake_vs_memcpy",
+            list(zip(cycles["wake_seconds"], cycles["memcpy_seconds"], strict=True)),
+            "memcpy of the same bytes into fresh pages",
+            "s",
+            target="<=1.5",
+            limit=f"page faults of fresh memory; the canary that follows takes {canary * 1000:.0f} ms more",
+        ),
+        section(
+            "sleep_vs_wake",
+            list(zip(cycles["sleep_seconds"], cycles["wake_seconds"], strict=True)),
+            "wake",
+            "s",
+            target="<=0.4",
+            limit="the kernel taking pages back; no KV is parked",
+        ),
+        section(
+            "cold_load",
+            cold,
+            "imports + read of the same bytes",
+            "s",
+            limit="model construction, measuring the largest step, warm-up",
+        ),
+        section(
+            "memory_returned",
+            list(zip(cycles["asleep_bytes"], cycles["awake_less_weights_bytes"], strict=True)),
+            "awake - weights",
+            "bytes",
+            target="<=1.05",
+            limit="interpreter, libraries and allocator of a live process",
+        ),
+    ]
+
+
+def _timed(what: str, path: Path) -> float:
+    begin = time.perf_counter()
+    _worker(what, path)
+    return time.perf_counter() - begin
+
+
+def _worker(what: str, path: Path) -> Any:
+    command = [sys.executable, "-m", "orchestrator.bench.swap", what, str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise OrchestratorError(f"bench worker {what} failed: {ended.stderr.strip().splitlines()[-1]}")
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+# -- in the subprocess ------------------------------------------------------------------------
+
+
+def _cycles(path: Path) -> dict[str, list[float]]:
+    """Sleep and wake one engine, beside a memcpy of as many bytes, in turns."""
+    import torch
+
+    from engine.memory import held_bytes
+
+    engine, report = _loaded(path)
+    torch.set_num_threads(1)  # both sides alike; the copy is bound by memory, not by threads
+    result: dict[str, list[float]] = {name: [] for name in (
+        "sleep_seconds", "wake_seconds", "canary_seconds", "memcpy_seconds", "asleep_bytes", "awake_less_weights_bytes",
+    )}  # fmt: skip
+    for _ in range(CYCLES):
+        result["awake_less_weights_bytes"].append(held_bytes() - report.weight_bytes)
+        begin = time.perf_counter()
+        engine.sleep()
+        result["sleep_seconds"].append(time.perf_counter() - begin)
+        result["asleep_bytes"].append(held_bytes())
+        result["memcpy_seconds"].append(_memcpy(report.weight_bytes))
+        woken = engine.wake()
+        result["wake_seconds"].append(woken.copy_seconds)
+        result["canary_seconds"].append(woken.canary_seconds)
+    return result
+
+
+def _memcpy(nbytes: int) -> float:
+    import torch
+
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    begin = time.perf_counter()
+    fresh = torch.empty(nbytes, dtype=torch.uint8)
+    fresh.copy_(source)
+    return time.perf_counter() - begin
+
+
+def _load(path: Path) -> None:
+    _loaded(path)
+
+
+def _floor(path: Path) -> None:
+    """Imports, and the same bytes read into memory."""
+    import tokenizers
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    assert tokenizers and torch and transformers and AutoModelForCausalLM
+    AutoConfig.from_pretrained(path)  # the model's own module is an import too
+    for file in sorted(path.glob("*.safetensors")):
+        buffer = bytearray(file.stat().st_size)
+        with file.open("rb", buffering=0) as source:
+            view = memoryview(buffer)
+            while view and (count := source.readinto(view)):
+                view = view[count:]
+
+
+def _loaded(path: Path) -> Any:
+    from engine.protocol import EngineLimits
+    from engine.torch_engine import TorchEngine
+
+    engine = TorchEngine(path, MEMORY_BYTES, EngineLimits(max_model_len=2048, max_running=8))
+    report = engine.load()
+    engine.warm()
+    return engine, report
+
+
+if __name__ == "__main__":
+    print(json.dumps({"cycles": _cycles, "load": _load, "floor": _floor}[sys.argv[1]](Path(sys.argv[2]))))
