@@ -55,11 +55,11 @@ def serve(
     with _bars() as progress:
         prepared = prepare_models(settings, progress)
     service = Service(settings)
+    with err.status("starting") as status:  # Ctrl-C meanwhile: KeyboardInterrupt, and start() stops what it started
+        service.start(prepared, status.update)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with err.status("starting") as status:
-        service.start(prepared, lambda what: status.update(what) if not stop.is_set() else None)
     try:
         _print_ready(settings, service.url, service.log_path, time.monotonic() - begin)
         while not stop.wait(1.0):

@@ -53,7 +53,7 @@ class Routes:
         return by_name[pick(list(by_name), key)]
 
     def forget(self, ref: HostRef) -> None:
-        """This host refused or died: do not choose it again until the controller names it anew."""
+        """This host died: do not choose it again until the controller names it anew."""
         entries = dict(self.table.entries)
         entries[ref.model] = tuple(e for e in entries.get(ref.model, ()) if e.host != ref)
         self.table = replace(self.table, entries=entries)
@@ -93,17 +93,20 @@ class Generator:
         A token is delivered once: when a host dies the next attempt starts from the tokens this generator has yielded.
         """
         deadline = progress.arrival + self._deadline_seconds
+        delivered: list[int] = list(request.delivered_token_ids)
         while True:
-            stream = await self._begin(replace(request, deadline=deadline), model, deadline, progress)
+            request = replace(request, delivered_token_ids=tuple(delivered), deadline=deadline)
+            stream = await self._begin(request, model, deadline, progress)
             progress.state, progress.stream = "running", stream
             try:
                 while True:
                     output = await stream.next()
                     if isinstance(output.error, HostLost):
+                        self._routes.forget(stream.host)
                         break
                     if output.error is not None:
                         raise output.error
-                    request = replace(request, delivered_token_ids=request.delivered_token_ids + output.token_ids)
+                    delivered += output.token_ids
                     yield output
                     if output.final:
                         return
@@ -138,10 +141,10 @@ class Generator:
             return stream
 
     async def _went_wrong(self, ref: HostRef, error: OrchestratorError, deadline: float, again: bool) -> None:
-        self._routes.forget(ref)
         if time.time() >= deadline:
             raise DeadlineExceeded(f"no host took the request before the deadline: {error.message}")
         if isinstance(error, HostLost):
+            self._routes.forget(ref)
             with contextlib.suppress(RayError):
                 await self._controller.suspect.remote(ref)
         if again:

@@ -26,6 +26,7 @@ class Stream:
     def __init__(self, link: HostLink, key: Key) -> None:
         self._link = link
         self.key = key
+        self.host = link.ref
         self._outputs: asyncio.Queue[Output] = asyncio.Queue()
         self.ended = False
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from filelock import FileLock, Timeout
 from ray import serve
 
 from engine.fake import FakeSettings
@@ -121,6 +122,7 @@ class Service:
         self.config = config
         self.log_path = config.state_dir / "orchestrator.log"
         self._run_file = config.state_dir / "run.json"
+        self._lock = FileLock(config.state_dir / "serve.lock")
         self._redis: EmbeddedRedis | None = None
         self._cluster: PrivateCluster | None = None
 
@@ -131,6 +133,12 @@ class Service:
     def start(self, prepared: Prepared, say: Say) -> None:
         """Bring everything up; what was started is stopped again when a later part fails."""
         self.config.state_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise NotReachable(
+                f"another service runs from {self.config.state_dir}; stop it, or choose another --state-dir"
+            ) from None
         try:
             self._start(prepared, say)
         except BaseException:
@@ -146,6 +154,7 @@ class Service:
         if self._redis is not None:
             self._redis.stop()
         self._run_file.unlink(missing_ok=True)
+        self._lock.release()
 
     def _start(self, prepared: Prepared, say: Say) -> None:
         config = self.config

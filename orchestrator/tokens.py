@@ -66,7 +66,7 @@ class ChatTokenizer:
             return self._template.render(
                 messages=[dict(m) for m in messages], add_generation_prompt=True, **self._special_tokens
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
 
     def encode(self, messages: Sequence[Message]) -> list[int]:

@@ -79,7 +79,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.step += 1
 
     @rule()
-    def late_release_is_not_freed_by_an_earlier_step(self) -> None:
+    def an_earlier_step_completes(self) -> None:
         self.step += 1
         self.pool.complete(self.step - 2)
         self.fenced = {block: step for block, step in self.fenced.items() if step > self.step - 2}

@@ -1,0 +1,333 @@
+"""The scheduler against a simulated KV memory.
+
+Every slot remembers for which tenant and which tokens it was written; writes land when the step ends, as on a device.
+So a block given to two owners, a hit on unwritten or foreign KV, and a late write all show as wrong content.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.blocks import BlockPool
+from engine.context import Context
+from engine.prefix import KVIdentity
+from engine.protocol import EngineLimits
+from engine.scheduler import Scheduler, StepPlan
+from policies.errors import QueueFull, RequestTooLarge
+from policies.types import ContextState, Tier
+from tests.engine_helpers import request
+
+S = ContextState
+SIZE = 4
+LIMITS = EngineLimits(max_model_len=64, block_size=SIZE, step_tokens=8, max_running=3, max_waiting=5)
+
+
+def context_of(
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 4,
+    *,
+    tenant: str = "acme",
+    tier: Tier = Tier.STANDARD,
+    arrival: float = 0.0,
+    deadline: float | None = None,
+) -> Context:
+    made = request(name, prompt, max_tokens, tenant=tenant, tier=tier, arrival=arrival, deadline=deadline)
+    return Context(made, KVIdentity(tenant, "weights", "float32", SIZE).namespace(), 0.0)
+
+
+class Memory:
+    """What each slot's KV was computed from. ``land`` is the end of a step."""
+
+    def __init__(self, blocks: int) -> None:
+        self.slots: list[object] = [None] * (blocks * SIZE)
+
+    def launch(self, plan: StepPlan) -> None:
+        self._writes = [
+            (c.context, list(c.context.block_table), c.start, tuple(c.context.token_ids[: c.start + c.count]))
+            for c in plan.chunks
+        ]
+
+    def land(self) -> None:
+        for context, table, start, tokens in self._writes:
+            for position in range(start, len(tokens)):
+                self.slots[self._slot(table, position)] = self._meaning(context, tokens[: position + 1])
+        for context, table, _, tokens in self._writes:
+            for position in range(len(tokens)):
+                assert self.slots[self._slot(table, position)] == self._meaning(context, tokens[: position + 1])
+
+    @staticmethod
+    def _slot(table: list[int], position: int) -> int:
+        return table[position // SIZE] * SIZE + position % SIZE
+
+    @staticmethod
+    def _meaning(context: Context, tokens: tuple[int, ...]) -> object:
+        return context.request.tenant, tokens
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = 7
+        self.pool = BlockPool(self.blocks)
+        self.scheduler = Scheduler(LIMITS, self.pool)
+        self.memory = Memory(self.blocks)
+        self.flying: StepPlan | None = None
+        self.flying_blocks: set[int] = set()
+        self.poisoned: list[tuple[Context, list[bytes]]] = []
+        self.live: list[Context] = []
+        self.clock = 0.0
+        self.added = 0
+
+    @rule(
+        tenant=st.sampled_from(["a", "b"]),
+        prompt=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=22),
+        max_tokens=st.integers(1, 12),
+        tier=st.sampled_from(Tier),
+        patience=st.sampled_from([None, None, 3.0]),
+    )
+    def add(self, tenant: str, prompt: list[int], max_tokens: int, tier: Tier, patience: float | None) -> None:
+        self.added += 1
+        deadline = None if patience is None else self.clock + patience
+        context = context_of(
+            str(self.added), prompt, max_tokens, tenant=tenant, tier=tier, arrival=self.clock, deadline=deadline
+        )
+        waiting = len(self.scheduler.waiting)
+        try:
+            self.scheduler.add(context)
+        except RequestTooLarge:
+            assert len(prompt) + max_tokens > min(64, self.blocks * SIZE)
+        except QueueFull:
+            assert waiting >= LIMITS.max_waiting
+        else:
+            assert len(prompt) + max_tokens <= self.blocks * SIZE
+            self.live.append(context)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        context = data.draw(st.sampled_from(self.live))
+        self.end(context, S.CANCELLED)
+
+    @precondition(lambda self: self.flying is None)
+    @rule(seconds=st.sampled_from([0.0, 1.0, 70.0]))
+    def launch(self, seconds: float) -> None:
+        self.clock += seconds
+        free = self.pool.num_free
+        plan = self.scheduler.schedule(self.clock, self.clock)
+        self.scheduler.launched()
+        self.memory.launch(plan)
+        for context in plan.expired:
+            assert context.state is S.EXPIRED and context.first_token is None
+            assert context.request.deadline is not None and context.request.deadline < self.clock
+            self.live.remove(context)
+        self.flying = plan
+        self.flying_blocks = {b for c in plan.chunks for b in c.context.block_table}
+        assert sum(chunk.count for chunk in plan.chunks) <= LIMITS.step_tokens
+        assert len({chunk.context.context_id for chunk in plan.chunks}) == len(plan.chunks) <= LIMITS.max_running
+        for chunk in plan.chunks:
+            assert chunk.context.state is S.RUNNING
+            assert chunk.count > 0 and chunk.start == chunk.context.num_computed
+        assert plan.chunks or not self.live, f"nothing to do, {len(self.live)} live, {free} blocks free"
+
+    @precondition(lambda self: self.flying is not None)
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        plan, self.flying = self.flying, None
+        assert plan is not None
+        self.memory.land()
+        samples = [c.context for c in plan.chunks if c.samples and not c.context.terminal]
+        for context in [c for c in samples if data.draw(st.integers(0, 15)) == 0]:
+            keys = list(context.block_keys)
+            own = set(context.block_table)
+            self.end(context, S.FAILED)
+            assert not own & set(self.pool.match(keys, context.token_ids, SIZE))
+        self.scheduler.computed(plan)
+        self.flying_blocks = set()
+        for context in samples:
+            if not context.terminal:
+                self.append(context, data.draw(st.sampled_from([0, 0, 1])), data.draw(st.integers(0, 9)) == 0)
+
+    def append(self, context: Context, token: int, stop: bool) -> None:
+        context.token_ids.append(token)
+        context.first_token = context.first_token or self.clock
+        if stop or not context.remaining_tokens:
+            self.end(context, S.FINISHED)
+
+    def end(self, context: Context, state: ContextState) -> None:
+        self.scheduler.end(context, state, self.clock, "test")
+        self.live.remove(context)
+        assert context.terminal and context.block_table == []
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        self.scheduler.check()
+        assert self.pool.books().held == len({b for c in self.live for b in c.block_table})
+        assert {c.context_id for c in self.scheduler.contexts()} == {c.context_id for c in self.live}
+        for context in self.scheduler.waiting:
+            assert context.state is S.WAITING and context.block_table == [] and context.num_computed == 0
+
+    @invariant()
+    def a_block_of_the_step_in_flight_is_not_free(self) -> None:
+        assert not self.flying_blocks & set(self.pool._free)
+
+    def teardown(self) -> None:
+        """Nobody waits forever: what is left ends within the steps its tokens can take."""
+        if self.flying is not None:
+            self.finish_step()
+        budget = sum(c.max_token_limit for c in self.live) * (1 + len(self.live))
+        while self.live and budget:
+            budget -= 1
+            self.launch(0.0)
+            self.finish_step()
+        assert not self.live, f"{len(self.live)} contexts never finished"
+        books = self.pool.books()
+        assert books.free == books.total
+
+    def finish_step(self) -> None:
+        plan, self.flying = self.flying, None
+        assert plan is not None
+        self.memory.land()
+        self.scheduler.computed(plan)
+        for chunk in plan.chunks:
+            if chunk.start + chunk.count == chunk.context.num_tokens and not chunk.context.terminal:
+                self.append(chunk.context, 0, False)
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestScheduler = SchedulerMachine.TestCase
+
+
+# -- single rules ------------------------------------------------------------------------
+
+
+def step(scheduler: Scheduler, token: int = 7, now: float = 0.0) -> StepPlan:
+    """One whole step in which every sampled token is ``token``."""
+    plan = scheduler.schedule(now, now)
+    samples = [c.context for c in plan.chunks if c.samples]
+    scheduler.launched()
+    scheduler.computed(plan)
+    for context in samples:
+        context.token_ids.append(token)
+        context.first_token = now
+        if not context.remaining_tokens:
+            scheduler.end(context, S.FINISHED, now, "length")
+    scheduler.check()
+    return plan
+
+
+def test_a_prompt_longer_than_a_step_is_computed_in_chunks_beside_decoding() -> None:
+    scheduler = Scheduler(LIMITS, BlockPool(20))
+    short, long = context_of("s", [1, 2], 8), context_of("l", list(range(20)), 2, arrival=1.0)
+    scheduler.add(short)
+    step(scheduler)
+    scheduler.add(long)
+    plans = [step(scheduler) for _ in range(3)]
+    assert [[(c.context, c.start, c.count) for c in p.chunks] for p in plans] == [
+        [(short, 2, 1), (long, 0, 7)],
+        [(short, 3, 1), (long, 7, 7)],
+        [(short, 4, 1), (long, 14, 6)],
+    ]
+
+
+def test_the_last_in_order_is_preempted_and_resumes_from_its_cached_blocks() -> None:
+    scheduler = Scheduler(LIMITS, BlockPool(5))
+    first, second = context_of("1", [1] * 6, 12), context_of("2", [2] * 6, 8, arrival=1.0)
+    scheduler.add(first)
+    scheduler.add(second)
+    while not scheduler.preemptions:
+        step(scheduler)
+    assert (first.state, second.state) == (S.RUNNING, S.WAITING)
+    assert [edge.new for edge in second.events][-2:] == [S.PREEMPTED, S.WAITING]
+    generated = second.num_tokens
+    while not second.terminal:
+        step(scheduler)
+    assert first.terminal and second.num_tokens == 14 >= generated
+    assert second.cached_tokens == 0  # what it found again after the preemption is not a cached prompt
+    assert second.recomputed_tokens > 0
+
+
+def test_the_deadline_bounds_the_wait_for_the_first_token_only() -> None:
+    scheduler = Scheduler(LIMITS, BlockPool(5))
+    first = context_of("1", [1] * 6, 12)
+    second = context_of("2", [2] * 6, 8, arrival=1.0, deadline=10.0)
+    late = context_of("3", [3] * 6, 8, arrival=2.0, deadline=10.0)
+    for context in (first, second, late):
+        scheduler.add(context)
+    while second.state is not S.WAITING or not second.preemptions:
+        step(scheduler)
+    plan = step(scheduler, now=11.0)
+    assert plan.expired == (late,) and late.state is S.EXPIRED
+    assert second.state is S.WAITING
+    while not second.terminal:
+        step(scheduler, now=11.0)
+    assert second.state is S.FINISHED
+
+
+def test_a_failed_context_leaves_nothing_in_the_cache_not_even_shared_blocks() -> None:
+    scheduler = Scheduler(LIMITS, BlockPool(12))
+    one = context_of("1", [1] * 8, 8)
+    scheduler.add(one)
+    step(scheduler)
+    two = context_of("2", [1] * 11, 8, arrival=1.0)
+    scheduler.add(two)
+    step(scheduler)
+    assert two.block_table[:2] == one.block_table[:2]
+    scheduler.end(two, S.FAILED, 0.0, "NaN")
+    scheduler.check()
+    assert scheduler.pool.match(one.block_keys, one.token_ids, SIZE) == []
+    while not one.terminal:
+        step(scheduler)
+    three = context_of("3", [1] * 11, 2, arrival=2.0)
+    scheduler.add(three)
+    step(scheduler)
+    assert three.cached_tokens == 0
+
+
+def test_order_is_tier_then_arrival_and_waiting_lifts_the_tier() -> None:
+    limits = EngineLimits(max_model_len=64, block_size=SIZE, max_running=1)
+    scheduler = Scheduler(limits, BlockPool(20))
+    batch = context_of("b", [1], 1, tier=Tier.BATCH, arrival=0.0)
+    person = context_of("p", [2], 1, tier=Tier.INTERACTIVE, arrival=100.0)
+    scheduler.add(batch)
+    scheduler.add(person)
+    assert step(scheduler, now=100.0).chunks[0].context is person  # one minute: batch is standard now
+    scheduler.add(context_of("q", [2], 1, tier=Tier.INTERACTIVE, arrival=120.0))
+    assert step(scheduler, now=125.0).chunks[0].context is batch  # two minutes: it comes before later persons
+
+
+def test_a_large_request_at_the_head_is_not_passed_for_ever() -> None:  # E20
+    scheduler = Scheduler(LIMITS, BlockPool(7))
+    scheduler.add(context_of("0", [1] * 8, 8, arrival=0.0))
+    large = context_of("large", [2] * 20, 4, arrival=1.0)
+    step(scheduler)
+    scheduler.add(large)
+    passed = 0
+    for number in range(40):
+        if len(scheduler.waiting) < LIMITS.max_waiting:
+            scheduler.add(context_of(f"s{number}", [3], 2, arrival=2.0 + number))
+        plan = step(scheduler)
+        if large.state is not S.WAITING:
+            break
+        passed += sum(c.context.request.request_id.startswith("s") for c in plan.chunks)
+    assert large.state is S.RUNNING and passed == 0
+
+
+@pytest.mark.parametrize("tokens", [27, 28, 29])
+def test_E17_what_just_fits_runs_and_what_does_not_is_refused_at_the_door(tokens: int) -> None:
+    scheduler = Scheduler(LIMITS, BlockPool(7))  # 28 tokens
+    other = context_of("o", [5] * 4, 8)
+    scheduler.add(other)
+    step(scheduler)
+    near = context_of("n", [1] * (tokens - 3), 3, arrival=1.0)
+    if tokens > 28:
+        with pytest.raises(RequestTooLarge, match="29 tokens; at most 28"):
+            scheduler.add(near)
+        return
+    scheduler.add(near)
+    for _ in range(40):
+        step(scheduler)
+    assert near.state is S.FINISHED and other.state is S.FINISHED
