@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import threading
@@ -35,7 +34,10 @@ DEMO_SOURCE = "demo:smollm2-135m-instruct"
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; none: the demo.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-UrlOption = Annotated[str | None, typer.Option(help="The service; none: the one running from this state directory.")]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(help="The service; none: the one that runs from the state directory.", envvar="ORCHESTRATOR_URL"),
+]
 KeyOption = Annotated[str | None, typer.Option(help="An admin key.", envvar="ORCHESTRATOR_ADMIN_KEY")]
 
 
@@ -250,7 +252,7 @@ def _print_ready(config: Config, url: str, log_path: Path, seconds: float) -> No
 def _admin(method: str, path: str, url: str | None, key: str | None) -> Any:
     """Call the running service; NotReachable (exit code 3) when there is none."""
     found = _run_file()
-    base = url or os.environ.get("ORCHESTRATOR_URL") or found.get("url")
+    base = url or found.get("url")
     if base is None:
         raise NotReachable("no service is running here; start one with 'orchestrator serve', or name it with --url")
     headers = {"Authorization": f"Bearer {key or found.get('admin_key') or ''}"}

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from policies.errors import ConfigError
 from policies.types import Tier
@@ -137,16 +137,8 @@ class PoolConfig(Section):
     cooldown_seconds: float = Field(10.0, ge=0, description="after a failed load; doubles up to 16 times this")
 
 
-class Config(BaseSettings):
+class Config(Section):
     """The whole configuration."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="ORCHESTRATOR_",
-        env_nested_delimiter="__",
-        extra="forbid",
-        frozen=True,
-        nested_model_default_partial_update=True,
-    )
 
     state_dir: Path = Field(default_factory=lambda: _xdg("XDG_STATE_HOME", ".local/state"))
     cache_dir: Path = Field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"))
@@ -158,17 +150,6 @@ class Config(BaseSettings):
     devices: tuple[DeviceConfig, ...] = Field(min_length=1)
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     tenants: tuple[TenantConfig, ...] = Field(min_length=1)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return env_settings, init_settings
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -200,6 +181,12 @@ class Config(BaseSettings):
         return next(t for t in self.tenants if t.name == name)
 
 
+class _Environment(Config, BaseSettings):
+    """Only tells pydantic-settings which variables there are."""
+
+    model_config = SettingsConfigDict(env_prefix="ORCHESTRATOR_", env_nested_delimiter="__")
+
+
 def load_config(path: Path, flags: dict[str, Any] | None = None) -> Config:
     """Read, merge and check; ConfigError (exit code 2) with every problem in one line each.
 
@@ -214,13 +201,19 @@ def load_config(path: Path, flags: dict[str, Any] | None = None) -> Config:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: the top level must be a mapping")
+    environment = EnvSettingsSource(_Environment)()
     try:
-        config = Config(**raw)
-        if flags:
-            config = Config.model_validate(_merge(config.model_dump(), flags))
+        return Config.model_validate(_merge(_merge(raw, environment), flags or {}))
     except ValidationError as error:
         raise ConfigError(f"{path}: " + "; ".join(_explain(problem) for problem in error.errors())) from error
-    return config
+
+
+def named_by_environment() -> Path:
+    """The file that ORCHESTRATOR_CONFIG names; for starts without a command line."""
+    path = os.environ.get("ORCHESTRATOR_CONFIG")
+    if path is None:
+        raise ConfigError("ORCHESTRATOR_CONFIG names no config file")
+    return Path(path)
 
 
 def hash_key(key: str) -> str:

@@ -24,7 +24,7 @@ from model_pool.effects import HostRef, ModelSpec
 from model_pool.host import NAMESPACE, HostSpec
 from model_pool.slot import PoolSettings
 from orchestrator.cluster import PrivateCluster, check_port
-from orchestrator.config import Config, ModelConfig, load_config
+from orchestrator.config import Config, ModelConfig, load_config, named_by_environment
 from orchestrator.controller import PoolPlan, get_controller
 from orchestrator.gateway import Gateway, GatewayPlan
 from policies.errors import LoadFailed, NotReachable, OrchestratorError
@@ -216,7 +216,8 @@ def _ping(url: str) -> None:
 
 def app(args: Mapping[str, str] | None = None) -> Any:
     """Application builder for ``serve deploy`` and KubeRay: ``import_path: orchestrator.serve:app``."""
-    config = load_config(Path((args or {}).get("config") or os.environ["ORCHESTRATOR_CONFIG"]))
+    named = (args or {}).get("config")
+    config = load_config(Path(named) if named else named_by_environment())
     if config.redis.url is None:
         raise NotReachable("on a cluster run by others, redis.url must name a Redis that all nodes reach")
     prepared = prepare_models(config, lambda *_: None)

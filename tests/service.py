@@ -72,6 +72,15 @@ class RunningService:
     def model(self, name: str) -> dict[str, Any]:
         return next(model for model in self.admin()["models"] if model["model"] == name)
 
+    @property
+    def pid(self) -> int:
+        """Of ``orchestrator serve`` itself."""
+        assert self.process is not None
+        return self.process.pid
+
+    def redis_pid(self) -> int:
+        return int((self.state_dir / "redis.pid").read_text())
+
     def gateway_pid(self) -> int:
         return httpx.get(f"{self.url}/health", timeout=30).json()["pid"]
 

@@ -438,9 +438,7 @@ def test_every_transition_is_recorded_with_a_reason() -> None:
     moves = [event for event in world.effects.events if event.kind == "transition"]
     path = [(event.model, event.new) for event in moves]
     ups = [S.LOADING, S.WARMING, S.READY]
-    assert path == (
-        [("a", s) for s in ups] + [("a", S.DRAINING), ("a", S.SLEEPING)] + [("b", s) for s in ups]
-    )
+    assert path == ([("a", s) for s in ups] + [("a", S.DRAINING), ("a", S.SLEEPING)] + [("b", s) for s in ups])
     assert all(any(char.isdigit() for char in event.reason) for event in moves)
 
 

@@ -1,0 +1,179 @@
+"""One request from begin to commit, on fakes of the store and the generator: what is acknowledged when."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from engine.protocol import GenerationRequest, Output, Usage
+from orchestrator.config import ModelConfig, TenantConfig
+from orchestrator.generation import Progress
+from orchestrator.tokens import load_tokenizer
+from orchestrator.turn import Ask, Done, Piece, Started, TurnRunner
+from policies.errors import EngineError, LeaseLost, OrchestratorError, StoreUnavailable
+from session_store.records import Begun
+
+MODEL = ModelConfig(name="m", source="fake", memory=1, max_model_len=256, default_max_tokens=16)
+TENANT = TenantConfig(name="t")
+
+
+class FakeStore:
+    """Records calls; ``fail`` maps a method to the error it raises."""
+
+    lease_ttl_seconds = 15.0
+
+    def __init__(self, **fail: OrchestratorError) -> None:
+        self.calls: list[str] = []
+        self.fail = fail
+        self.committed: Any = None
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fail:
+            raise self.fail[name]
+
+    async def begin_turn_waiting(self, tenant: str, session_id: str, turn_id: str, **_: Any) -> Begun:
+        self._call("begin")
+        return Begun(tenant, session_id, turn_id, 1, 0, (), 0, None, None)
+
+    async def reserve(self, *_: Any, **__: Any) -> None:
+        self._call("reserve")
+
+    async def commit_turn(self, begun: Begun, items: Any, truncation: Any, reply: Any, used_tokens: int) -> int:
+        self._call("commit")
+        self.committed = (items, reply, used_tokens)
+        return 1
+
+    async def abort_turn(self, *_: Any, **__: Any) -> None:
+        self._call("abort")
+
+    async def settle(self, *_: Any, **__: Any) -> None:
+        self._call("settle")
+
+    async def renew(self, *_: Any) -> None:
+        self._call("renew")
+
+    async def renew_reservation(self, *_: Any) -> bool:
+        self._call("renew_reservation")
+        return True
+
+
+class FakeGenerator:
+    """Says ``words``, then ends, or fails with ``error``."""
+
+    def __init__(self, words: list[str], error: OrchestratorError | None = None) -> None:
+        self.words, self.error = words, error
+        self.request: GenerationRequest | None = None
+        self.closed = False
+
+    async def outputs(self, request: GenerationRequest, model: str, progress: Progress) -> AsyncIterator[Output]:
+        self.request = request
+        try:
+            for index, word in enumerate(self.words):
+                if progress.aborted is not None:
+                    raise progress.aborted
+                last = self.error is None and index == len(self.words) - 1
+                usage = Usage(len(request.prompt_token_ids), index + 1, 0, 0, 0.0, 0.0, 0.0)
+                yield Output(request.request_id, 0, (index,), word, "stop" if last else None, usage=usage)
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.closed = True
+
+
+class SilentLog:
+    def warning(self, *_: Any, **__: Any) -> None: ...
+
+
+def runner(store: FakeStore, generator: FakeGenerator) -> TurnRunner:
+    tokenizers = {"m": load_tokenizer(None)}
+    return TurnRunner(store, generator, tokenizers, "gw", 0.0, SilentLog())  # type: ignore[arg-type]
+
+
+def ask(session_id: str | None = "s", **fields: Any) -> Ask:
+    values: dict[str, Any] = {
+        "tenant": TENANT, "model": MODEL, "messages": ({"role": "user", "content": "hi"},), "temperature": 1.0,
+        "top_p": 1.0, "seed": None, "stop": (), "max_tokens": None, "session_id": session_id,
+    }  # fmt: skip
+    return Ask(**values | fields)
+
+
+async def test_done_comes_only_after_the_commit() -> None:
+    store = FakeStore()
+    seen = []
+    async for event in runner(store, FakeGenerator(["a", "b"])).run(ask(), Progress(0.0)):
+        seen.append((type(event), list(store.calls)))
+    assert [kind for kind, _ in seen] == [Started, Piece, Piece, Done]
+    assert all("commit" not in calls for kind, calls in seen if kind is not Done)
+    assert store.calls == ["begin", "commit"]
+    items, reply, used = store.committed
+    assert [(item.role, item.content) for item in items] == [("user", "hi"), ("assistant", "ab")]
+    assert reply["finish_reason"] == "stop" and used == reply["prompt_tokens"] + 2
+
+
+async def test_a_failed_commit_acknowledges_nothing() -> None:
+    store = FakeStore(commit=StoreUnavailable("gone"))
+    seen = []
+    with pytest.raises(StoreUnavailable):
+        async for event in runner(store, FakeGenerator(["a"])).run(ask(), Progress(0.0)):
+            seen.append(type(event))
+    assert Done not in seen
+    assert store.calls == ["begin", "commit", "abort"]
+
+
+async def test_an_engine_error_aborts_the_turn() -> None:
+    store = FakeStore()
+    with pytest.raises(EngineError):
+        async for _ in runner(store, FakeGenerator(["a"], EngineError("nan"))).run(ask(), Progress(0.0)):
+            pass
+    assert store.calls == ["begin", "abort"]
+
+
+async def test_a_closed_generator_gives_everything_back() -> None:
+    store, generator = FakeStore(), FakeGenerator(["a", "b", "c"])
+    events = runner(store, generator).run(ask(), Progress(0.0))
+    assert isinstance(await anext(events), Started)
+    await events.aclose()  # type: ignore[attr-defined]
+    assert generator.closed
+    assert store.calls == ["begin", "abort"]
+
+
+async def test_a_lost_lease_ends_the_turn() -> None:
+    store, progress = FakeStore(), Progress(0.0)
+    events = runner(store, FakeGenerator(["a", "b"])).run(ask(), progress)
+    await anext(events)
+    await anext(events)
+    progress.abort(LeaseLost("taken over"))
+    with pytest.raises(LeaseLost):
+        await anext(events)
+    assert store.calls == ["begin", "abort"]
+
+
+async def test_a_stateless_request_reserves_and_settles_once() -> None:
+    store = FakeStore()
+    kinds = [type(e) async for e in runner(store, FakeGenerator(["a"])).run(ask(None), Progress(0.0))]
+    assert kinds == [Started, Piece, Done]
+    assert store.calls == ["reserve", "settle"]
+
+
+async def test_a_seed_is_drawn_when_the_client_gives_none() -> None:
+    seeds = set()
+    for _ in range(3):
+        generator = FakeGenerator(["a"])
+        async for _ in runner(FakeStore(), generator).run(ask(None), Progress(0.0)):
+            pass
+        assert generator.request is not None
+        seeds.add(generator.request.sampling.seed)
+    assert len(seeds) == 3
+
+
+async def test_the_answer_limit_fits_the_window() -> None:
+    generator = FakeGenerator(["a"])
+    long = ask(None, messages=({"role": "user", "content": "x" * 230},))
+    async for _ in runner(FakeStore(), generator).run(long, Progress(0.0)):
+        pass
+    request = generator.request
+    assert request is not None
+    assert len(request.prompt_token_ids) + request.sampling.max_tokens == 256
