@@ -28,6 +28,7 @@ from orchestrator.config import Config, ModelConfig, load_config, named_by_envir
 from orchestrator.controller import PoolPlan, get_controller
 from orchestrator.gateway import Gateway, GatewayPlan
 from policies.errors import LoadFailed, NotReachable, OrchestratorError
+from session_store.client import check_reachable
 from session_store.embedded import EmbeddedRedis
 
 APP = "orchestrator"
@@ -179,7 +180,7 @@ class Service:
 
     def _start_redis(self) -> str:
         if self.config.redis.url is not None:
-            _ping(self.config.redis.url)
+            check_reachable(self.config.redis.url)
             return self.config.redis.url
         self._redis = EmbeddedRedis(self.config.state_dir, appendfsync=self.config.redis.appendfsync)
         self._redis.start()
@@ -200,18 +201,6 @@ def _connect(address: str) -> None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError) as error:
         raise NotReachable(f"cannot join the Ray cluster at {address}: {error}") from error
-
-
-def _ping(url: str) -> None:
-    import redis
-
-    try:
-        client = redis.Redis.from_url(url, socket_connect_timeout=3, socket_timeout=3)
-        with client:
-            client.ping()
-    except (redis.RedisError, ValueError) as error:
-        host = url.rsplit("@", 1)[-1]  # never the password
-        raise NotReachable(f"Redis at {host} is not reachable: {error}") from error
 
 
 def app(args: Mapping[str, str] | None = None) -> Any:

@@ -15,13 +15,14 @@ from importlib.resources import files
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import redis
 from redis import exceptions as redis_errors
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from policies.errors import StoreUnavailable
+from policies.errors import NotReachable, StoreUnavailable
 
 MAX_CONNECTIONS = 64
 _AMBIGUOUS = (redis_errors.ConnectionError, redis_errors.TimeoutError)
@@ -62,6 +63,16 @@ def describe(error: redis_errors.RedisError, where: str) -> StoreUnavailable:
     else:
         said = f"refused a command: {text}"
     return StoreUnavailable(f"Redis at {where} {said}", retry_after_seconds=1.0)
+
+
+def check_reachable(url: str) -> None:
+    """One blocking PING, before anything is started on this server; NotReachable says what is wrong."""
+    try:
+        with redis.Redis.from_url(url, socket_connect_timeout=3, socket_timeout=3) as client:
+            client.ping()
+    except (redis_errors.RedisError, ValueError) as error:
+        where = url.rsplit("@", 1)[-1]  # never the password
+        raise NotReachable(f"Redis at {where} is not reachable: {error}") from error
 
 
 class ScriptClient:
