@@ -196,7 +196,7 @@ class EngineHost:
 
     async def cancel(self, request_id: str, generation: int, reason: str) -> bool:
         self._channels.disown((request_id, generation))
-        known = await self._call(lambda engine: engine.cancel(request_id, generation, reason))
+        known: bool = await self._call(lambda engine: engine.cancel(request_id, generation, reason))
         self._look_drained()
         return known
 

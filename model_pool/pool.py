@@ -57,7 +57,9 @@ class Pool:
         self._policy = policy
         self._effects = effects
         self._slots = {
-            spec.name: Slot(spec, HostRef(spec.name, 0, self._settings.first_epoch), residual_bytes=spec.residual_estimate_bytes)
+            spec.name: Slot(
+                spec, HostRef(spec.name, 0, self._settings.first_epoch), residual_bytes=spec.residual_estimate_bytes
+            )
             for spec in specs
         }
         self._strangers: set[HostRef] = set()

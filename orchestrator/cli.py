@@ -77,7 +77,7 @@ def check(config: Annotated[Path, typer.Argument(help="YAML file.")], as_json: J
     """Read a config, say what it means, and whether each model fits a device."""
     settings = _load(config, {})
     largest = max(settings.devices, key=lambda device: device.memory)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "model": model.name,
             "source": model.source,
@@ -270,7 +270,8 @@ def _admin(method: str, path: str, url: str | None, key: str | None) -> Any:
 def _run_file() -> dict[str, Any]:
     try:
         config = _load(None, {})
-        return json.loads((config.state_dir / "run.json").read_text())
+        found: dict[str, Any] = json.loads((config.state_dir / "run.json").read_text())
+        return found
     except (OSError, ValueError, ConfigError):
         return {}
 

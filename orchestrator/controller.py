@@ -278,7 +278,7 @@ class Controller:
 
     async def _watch(self, ref: HostRef, actor: Any) -> None:
         """Follow one host's reports until it dies. One call is always open, so death is noticed at once."""
-        while self._actors.get(ref) is actor:
+        while ref in self._actors and self._actors[ref] is actor:
             try:
                 picture: HostPicture = await actor.watch.remote()
             except RayActorError as error:

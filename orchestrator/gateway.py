@@ -51,7 +51,8 @@ def _json(body: Any) -> Response:
 async def _name_request(request: Request, call_next: Any) -> Response:
     request.state.request_id = request_id_of(request, f"req_{uuid.uuid4().hex}")
     request.state.arrival = time.time()
-    return await call_next(request)  # Serve's proxy puts X-Request-ID on the answer
+    response: Response = await call_next(request)
+    return response  # Serve's proxy puts X-Request-ID on the answer
 
 
 @app.exception_handler(OrchestratorError)
@@ -114,7 +115,7 @@ class Gateway:
             self._store, generator, self._tokenizers, self._name, config.http.busy_session_seconds, self._log
         )
         self._chat = ChatRoute(config, runner, self.metrics)
-        self._following: asyncio.Task | None = None
+        self._following: asyncio.Task[None] | None = None
         self._log.info("gateway_started", gateway=self._name)
 
     def _load_tokenizers(self, plan: GatewayPlan) -> dict[str, ChatTokenizer]:
@@ -122,7 +123,7 @@ class Gateway:
         tokenizers = {}
         for name, path in plan.model_paths:
             try:
-                tokenizers[name] = load_tokenizer(path and Path(path), self._config.model(name).chat_template)
+                tokenizers[name] = load_tokenizer(Path(path) if path else None, self._config.model(name).chat_template)
             except Exception as error:  # noqa: BLE001 — boundary: whatever a broken directory raises is that model's alone
                 self._log.error("tokenizer_failed", model=name, cause=f"{type(error).__name__}: {error}")
         return tokenizers

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,7 +87,7 @@ class Generator:
         self._routes = routes
         self._deadline_seconds = deadline_seconds
 
-    async def outputs(self, request: GenerationRequest, model: str, progress: Progress) -> AsyncIterator[Output]:
+    async def outputs(self, request: GenerationRequest, model: str, progress: Progress) -> AsyncGenerator[Output]:
         """The outputs of a generation, contiguous over host deaths; ends after a final one or raises.
 
         A token is delivered once: when a host dies the next attempt starts from the tokens this generator has yielded.
@@ -155,7 +155,7 @@ class Generator:
         ticket = f"{request.request_id}/{request.generation}/{uuid.uuid4().hex[:8]}"
         while True:
             try:
-                answer = await self._controller.ensure_ready.remote(
+                answer: Placement | OrchestratorError = await self._controller.ensure_ready.remote(
                     ticket, model, request.arrival, deadline, request.tier
                 )
             except asyncio.CancelledError:

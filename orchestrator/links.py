@@ -100,7 +100,7 @@ class HostLink:
 
     async def _read(self) -> None:
         try:
-            batches = self._actor.open.options(num_returns="streaming").remote(self._gateway)
+            batches: Any = self._actor.open.options(num_returns="streaming").remote(self._gateway)
             async for batch_ref in batches:
                 for output in await batch_ref:
                     stream = self._streams.get((output.request_id, output.generation))

@@ -55,7 +55,7 @@ class GatewayMetrics:
         """The Prometheus text of this gateway and of the pool."""
         registry = CollectorRegistry()
         if pool is not None:
-            registry.register(_PoolCollector(pool))  # type: ignore[arg-type]
+            registry.register(_PoolCollector(pool))
         return generate_latest(self.registry) + generate_latest(registry)
 
 

@@ -7,9 +7,11 @@ the same application from the config named by ORCHESTRATOR_CONFIG.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,7 @@ def prepare_models(config: Config, progress: Callable[[str, str, float], None]) 
     prepared: Prepared = {}
     for model in config.models:
         try:
-            prepared[model.name] = catalog.resolve(
-                model.source, config.cache_dir, lambda what, share, name=model.name: progress(name, what, share)
-            )
+            prepared[model.name] = catalog.resolve(model.source, config.cache_dir, partial(progress, model.name))
         except LoadFailed as error:
             prepared[model.name] = error
         progress(model.name, "ready", 1.0)
@@ -113,7 +113,9 @@ def deploy(config: Config, prepared: Prepared, redis_url: str, log_path: Path) -
     ray.get(controller.start.remote())
     paths = tuple((name, str(path) if isinstance(path, Path) else None) for name, path in prepared.items())
     gateway_plan = GatewayPlan(config.model_dump_json(), redis_url, paths, str(log_path))
-    return Gateway.options(num_replicas=config.http.gateways).bind(gateway_plan)
+    return Gateway.options(  # type: ignore[attr-defined]
+        num_replicas=config.http.gateways
+    ).bind(gateway_plan)
 
 
 class Service:
@@ -198,7 +200,7 @@ class Service:
 
 def _connect(address: str) -> None:
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError) as error:
         raise NotReachable(f"cannot join the Ray cluster at {address}: {error}") from error
 

@@ -13,7 +13,7 @@ import dataclasses
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class TurnRunner:
         self._log = log
         self._background: set[asyncio.Task[Any]] = set()
 
-    async def run(self, ask: Ask, progress: Progress) -> AsyncIterator[Event]:
+    async def run(self, ask: Ask, progress: Progress) -> AsyncGenerator[Event]:
         """One turn. Errors before ``Started`` leave nothing behind; errors after it end the turn uncommitted."""
         begun = await self._begin(ask)
         if isinstance(begun, Replay):

@@ -18,9 +18,7 @@ def estimate_blocks(prompt_tokens: int, max_new_tokens: int, block_size: int, sa
     return math.ceil((prompt_tokens + expected_new_tokens) / block_size)
 
 
-def admit(
-    free_blocks: int, needed_now: int, estimated_total: int, running_remaining: Sequence[int] = ()
-) -> bool:
+def admit(free_blocks: int, needed_now: int, estimated_total: int, running_remaining: Sequence[int] = ()) -> bool:
     """Whether a waiting context may start now.
 
     It may if the blocks of its next step are free and what it and all running contexts are still expected to take is

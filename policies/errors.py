@@ -56,9 +56,7 @@ class OrchestratorError(Exception):
     error_type: ClassVar[str] = "server_error"
     exit_code: ClassVar[int] = 1
 
-    def __init__(
-        self, message: str, *, param: str | None = None, retry_after_seconds: float | None = None
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param

@@ -26,6 +26,7 @@ def events(found: Sequence[PoolEvent]) -> dict[str, Any]:
 
 
 def one_model(listed: dict[str, Any], name: str) -> dict[str, Any]:
+    entry: dict[str, Any]
     for entry in listed["data"]:
         if entry["id"] == name:
             return entry

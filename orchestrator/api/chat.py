@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 import orjson
@@ -83,10 +83,10 @@ class ChatRoute:
 
     # -- counting --------------------------------------------------------------------
 
-    async def _watched(self, events: AsyncIterator[Event], ask: Ask) -> AsyncIterator[Event]:
+    async def _watched(self, events: AsyncGenerator[Event], ask: Ask) -> AsyncGenerator[Event]:
         self._metrics.running.inc()
         try:
-            async with contextlib.aclosing(events):  # type: ignore[type-var]
+            async with contextlib.aclosing(events):
                 async for event in events:
                     yield event
         finally:
@@ -118,9 +118,9 @@ class _Call:
         self._created = int(ask.arrival)
         self._id = f"chatcmpl-{ask.turn_id}"
 
-    async def whole(self, events: AsyncIterator[Event]) -> Response:
+    async def whole(self, events: AsyncGenerator[Event]) -> Response:
         text, started, done = "", None, None
-        async with contextlib.aclosing(events):  # type: ignore[type-var]
+        async with contextlib.aclosing(events):
             async for event in events:
                 self._count(self._ask, event, self._progress)
                 match event:
@@ -145,7 +145,7 @@ class _Call:
         }
         return Response(orjson.dumps(body), media_type="application/json", headers=self._headers(started, done))
 
-    async def stream(self, events: AsyncIterator[Event], hold_seconds: float) -> Response:
+    async def stream(self, events: AsyncGenerator[Event], hold_seconds: float) -> Response:
         """No header leaves before the first token or the hold; until then a failure has its true status code."""
         first = asyncio.ensure_future(anext(events, _END))
         try:
@@ -153,16 +153,15 @@ class _Call:
         except asyncio.CancelledError:
             await _abandon(first, events)
             raise
-        started = None
-        if first.done():
-            started = first.result()  # raises the true error
+        head = first.result() if first.done() else None  # raises the true error
+        started = head if isinstance(head, Started) else None
         return StreamingResponse(
             self._sse(first, events),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", **self._headers(started)},
         )
 
-    async def _sse(self, first: asyncio.Future[Any], events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    async def _sse(self, first: asyncio.Future[Any], events: AsyncGenerator[Event]) -> AsyncIterator[bytes]:
         pending = first
         try:
             while True:
@@ -244,12 +243,12 @@ class _Call:
         return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts.items())
 
 
-async def _abandon(pending: asyncio.Future[Any], events: AsyncIterator[Event]) -> None:
+async def _abandon(pending: asyncio.Future[Any], events: AsyncGenerator[Event]) -> None:
     """End a turn nobody reads any more."""
     pending.cancel()
     with contextlib.suppress(asyncio.CancelledError, OrchestratorError, StopAsyncIteration):
         await pending
-    await events.aclose()  # type: ignore[attr-defined]
+    await events.aclose()
 
 
 def _parse(raw: bytes) -> ChatRequest:

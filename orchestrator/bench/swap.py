@@ -117,12 +117,10 @@ def _load(path: Path) -> None:
 
 def _floor(path: Path) -> None:
     """Imports, and the same bytes read into memory."""
-    import tokenizers
-    import torch
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import tokenizers  # noqa: F401
+    import torch  # noqa: F401
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
 
-    assert tokenizers and torch and transformers and AutoModelForCausalLM
     AutoConfig.from_pretrained(path)  # the model's own module is an import too
     for file in sorted(path.glob("*.safetensors")):
         buffer = bytearray(file.stat().st_size)

@@ -18,6 +18,7 @@ import openai
 
 GIVE_UP_SECONDS = 180.0
 RETRY_SECONDS = 0.5
+STREAM_PIECES = 6  # of text: then a stream is well under way
 RETRIED = (409, 429)  # of the 4xx: busy session, full queue
 
 
@@ -49,7 +50,7 @@ class Turn:
     pieces: list[tuple[float, str]] = field(default_factory=list)  # of the last attempt: when, text
     answer_ids: set[str] = field(default_factory=set)  # of the last attempt: one stream has one
     usage: Any = None
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)  # of the attempt that got the first token
 
     @property
     def key(self) -> str:
@@ -86,14 +87,14 @@ class Conversation:
                 messages.append({"role": "assistant", "content": earlier.text})
         return [*messages, {"role": "user", "content": turn.prompt}]
 
-    def take(self, turn: Turn, on_begun: Callable[[], None], on_first_token: Callable[[], None]) -> None:
-        """Send the turn until it is acknowledged."""
+    def take(self, turn: Turn, on_begun: Callable[[], None], on_stream: Callable[[], None]) -> None:
+        """Send the turn until it is acknowledged. ``on_stream``: called once, when some text has come."""
         turn.begun, turn.begun_wall = time.monotonic(), time.time()
         on_begun()
         while True:
             turn.attempts += 1
             try:
-                self._attempt(turn, on_first_token)
+                self._attempt(turn, on_stream)
                 break
             except (openai.APIError, httpx.TransportError, NotAcknowledged) as error:
                 if isinstance(error, openai.APIStatusError) and error.status_code < 500:
@@ -113,7 +114,7 @@ class Conversation:
         )
         return answer.choices[0].message.content, answer.usage.prompt_tokens
 
-    def _attempt(self, turn: Turn, on_first_token: Callable[[], None]) -> None:
+    def _attempt(self, turn: Turn, on_stream: Callable[[], None]) -> None:
         turn.pieces, turn.answer_ids, finished = [], set(), False
         raw = self._openai.chat.completions.with_raw_response.create(
             model=turn.model,
@@ -124,7 +125,8 @@ class Conversation:
             stream_options={"include_usage": True},
             extra_headers={"X-Session-ID": self.session_id, "Idempotency-Key": turn.key},
         )
-        turn.headers = dict(raw.headers)
+        if not turn.first_token:
+            turn.headers = dict(raw.headers)
         try:
             with raw.parse() as chunks:
                 for chunk in chunks:
@@ -132,7 +134,7 @@ class Conversation:
                     turn.usage = chunk.usage or turn.usage
                     for choice in chunk.choices:
                         if choice.delta.content:
-                            self._piece(turn, choice.delta.content, on_first_token)
+                            self._piece(turn, choice.delta.content, on_stream)
                         finished = finished or choice.finish_reason is not None
                         if finished and not turn.acknowledged:
                             turn.acknowledged = time.monotonic()
@@ -144,8 +146,8 @@ class Conversation:
             raise NotAcknowledged(f"the stream ended after {len(turn.pieces)} pieces without a finish_reason")
         turn.text = "".join(text for _, text in turn.pieces)
 
-    def _piece(self, turn: Turn, text: str, on_first_token: Callable[[], None]) -> None:
+    def _piece(self, turn: Turn, text: str, on_stream: Callable[[], None]) -> None:
         turn.pieces.append((time.monotonic(), text))
-        if not turn.first_token:
-            turn.first_token = turn.pieces[0][0]
-            on_first_token()
+        turn.first_token = turn.first_token or turn.pieces[0][0]
+        if turn.attempts == 1 and len(turn.pieces) == STREAM_PIECES:
+            on_stream()

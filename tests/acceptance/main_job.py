@@ -35,6 +35,13 @@ CONFIG = Path(orchestrator.__file__).with_name("demo.yaml")
 TENANT, KEY, SESSION = "acme", "sk-demo-acme", "main-job"
 SMOL, GEMMA = "smollm2-135m-instruct", "gemma-3-270m"
 SHORT_TOKENS, LONG_TOKENS = 32, 96  # of an answer; a long one lasts long enough to be killed in the middle
+LONG_QUESTION = "Write a list of twenty animals, one per line, and say what each of them eats."
+QUESTIONS = (
+    "Name one thing that floats.", "What is the capital of France?", "Write a sentence about rain.",
+    "Which animals can fly?", "What is bread made of?", "Describe a forest in one sentence.",
+    "What does a carpenter do?", "Why is the sky blue?", "Name three colours.",
+    "What is the opposite of cold?", "How many days has a week?", "Say goodbye in one sentence.",
+)  # fmt: skip
 ORACLE_TURNS = (2, 3)  # one per model, and the second and third see what came before
 
 
@@ -172,6 +179,7 @@ class MainJob:
         for name in ("queue ms", "load ms", "TTFT ms", "prompt tokens", "cached tokens", "cut"):
             table.add_column(name, justify="right")
         table.add_column("fault injected")
+        table.add_column("attempts", justify="right")
         for step, turn in self._plan:
             lost = turn.number in count.lost
             cut = "?" if lost else str(reader.cut(TENANT, SESSION, turn_id_of(turn, items)))
@@ -179,9 +187,9 @@ class MainJob:
             table.add_row(
                 str(turn.number), f"{turn.model} (real)", turn.state_before, _ms(turn.timing_ms("queue")),
                 _ms(self._load_ms(turn)), _ms(turn.ttft_ms), str(turn.usage.prompt_tokens), str(cached), cut,
-                f"{step.fault}; {turn.attempts} attempts" if step.fault else "",
+                str(step.fault or ""), str(turn.attempts),
             )  # fmt: skip
-        Console(width=170).print(table)
+        Console(width=200).print(table)
         print(f"turns lost {len(count.lost)}, doubled {len(count.doubled)}")
 
     def _load_ms(self, turn: Turn) -> float | None:
@@ -203,7 +211,7 @@ class MainJob:
 
 def _turn(number: int, step: Step, draw: random.Random) -> Turn:
     nonce = f"n{draw.getrandbits(32):08x}"
-    ask = "Tell a long story about a lighthouse and its keeper." if step.long else "Name one thing that floats."
+    ask = LONG_QUESTION if step.long else QUESTIONS[number - 1]
     return Turn(number, step.model, nonce, f"({nonce}) {ask}", LONG_TOKENS if step.long else SHORT_TOKENS)
 
 
@@ -215,16 +223,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="6 turns and the three faults that hurt most")
     parser.add_argument("--seed", type=int, default=1, help="of the nonces")
+    parser.add_argument("--state-dir", type=Path, help="kept; none: a temporary one, kept only after a failure")
     options = parser.parse_args()
     begin = time.monotonic()
-    state_dir = Path(tempfile.mkdtemp(prefix="main-job-"))
+    state_dir = options.state_dir or Path(tempfile.mkdtemp(prefix="main-job-"))
     code = 1
     try:
         code = MainJob(plan(options.quick), state_dir, options.seed).run()
     finally:
         if code:
             say(f"logs are kept in {state_dir}")
-        else:
+        elif options.state_dir is None:
             shutil.rmtree(state_dir)
     say(f"{time.monotonic() - begin:.0f} s")
     return code

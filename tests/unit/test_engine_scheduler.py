@@ -6,6 +6,8 @@ So a block given to two owners, a hit on unwritten or foreign KV, and a late wri
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -219,6 +221,14 @@ def step(scheduler: Scheduler, token: int = 7, now: float = 0.0) -> StepPlan:
     return plan
 
 
+def steps_until(scheduler: Scheduler, reached: Callable[[], bool], now: float = 0.0) -> None:
+    for _ in range(100):
+        if reached():
+            return
+        step(scheduler, now=now)
+    raise AssertionError("not reached in 100 steps")
+
+
 def test_a_prompt_longer_than_a_step_is_computed_in_chunks_beside_decoding() -> None:
     scheduler = Scheduler(LIMITS, BlockPool(20))
     short, long = context_of("s", [1, 2], 8), context_of("l", list(range(20)), 2, arrival=1.0)
@@ -234,36 +244,31 @@ def test_a_prompt_longer_than_a_step_is_computed_in_chunks_beside_decoding() -> 
 
 
 def test_the_last_in_order_is_preempted_and_resumes_from_its_cached_blocks() -> None:
-    scheduler = Scheduler(LIMITS, BlockPool(5))
+    scheduler = Scheduler(LIMITS, BlockPool(7))
     first, second = context_of("1", [1] * 6, 12), context_of("2", [2] * 6, 8, arrival=1.0)
     scheduler.add(first)
     scheduler.add(second)
-    while not scheduler.preemptions:
-        step(scheduler)
+    steps_until(scheduler, lambda: scheduler.preemptions > 0)
     assert (first.state, second.state) == (S.RUNNING, S.WAITING)
     assert [edge.new for edge in second.events][-2:] == [S.PREEMPTED, S.WAITING]
-    generated = second.num_tokens
-    while not second.terminal:
-        step(scheduler)
-    assert first.terminal and second.num_tokens == 14 >= generated
+    steps_until(scheduler, lambda: second.terminal)
+    assert first.terminal and second.num_tokens == 14
     assert second.cached_tokens == 0  # what it found again after the preemption is not a cached prompt
     assert second.recomputed_tokens > 0
 
 
 def test_the_deadline_bounds_the_wait_for_the_first_token_only() -> None:
-    scheduler = Scheduler(LIMITS, BlockPool(5))
+    scheduler = Scheduler(LIMITS, BlockPool(7))
     first = context_of("1", [1] * 6, 12)
     second = context_of("2", [2] * 6, 8, arrival=1.0, deadline=10.0)
     late = context_of("3", [3] * 6, 8, arrival=2.0, deadline=10.0)
     for context in (first, second, late):
         scheduler.add(context)
-    while second.state is not S.WAITING or not second.preemptions:
-        step(scheduler)
+    steps_until(scheduler, lambda: second.preemptions > 0)
     plan = step(scheduler, now=11.0)
     assert plan.expired == (late,) and late.state is S.EXPIRED
     assert second.state is S.WAITING
-    while not second.terminal:
-        step(scheduler, now=11.0)
+    steps_until(scheduler, lambda: second.terminal, now=11.0)
     assert second.state is S.FINISHED
 
 
@@ -279,8 +284,7 @@ def test_a_failed_context_leaves_nothing_in_the_cache_not_even_shared_blocks() -
     scheduler.end(two, S.FAILED, 0.0, "NaN")
     scheduler.check()
     assert scheduler.pool.match(one.block_keys, one.token_ids, SIZE) == []
-    while not one.terminal:
-        step(scheduler)
+    steps_until(scheduler, lambda: one.terminal)
     three = context_of("3", [1] * 11, 2, arrival=2.0)
     scheduler.add(three)
     step(scheduler)
