@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test lint accept bench clean
+.PHONY: install serve test lint accept mutate bench clean
 
 install: $(STAMP)
 
@@ -28,6 +28,9 @@ lint: install
 
 accept: install
 	$(BIN)/python -m tests.acceptance.main_job
+
+mutate: install
+	$(BIN)/python -m tests.mutate
 
 bench: install
 	$(BIN)/orchestrator bench swap

@@ -10,18 +10,21 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
 
 from engine import device as machine
 from engine.attention import paged
 from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
+from engine.attention.paged import Probe
 from engine.canary import made_up_step
-from engine.memory import held_bytes
+from engine.memory import held_bytes, trim
 from engine.protocol import EngineLimits, LoadReport
 from engine.runner import Runner
 from engine.weights import Weights
 from policies.errors import DoesNotFit, LoadFailed
 
 PROBE_TOKENS = 8
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole batch
 
 
@@ -47,9 +50,9 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
     residual = held_bytes()
     config = _read_config(path)
     limits = _fit_window(config, limits)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=paged.NAME)
-    model.eval()
+    model = _build(path, config, dtype)
     weights = Weights(model, path, device)
+    trim()
     runner = Runner(model, device, limits.block_size)
     layers = _probe(runner, config)
     peak = _measure(runner, layers, limits, dtype, device)
@@ -72,9 +75,12 @@ def _read_config(path: Path) -> PretrainedConfig:
     if not (path / "config.json").is_file():
         raise LoadFailed(f"{path} has no config.json; it is not a model directory")
     try:
-        config = AutoConfig.from_pretrained(path)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path)
     except (ValueError, OSError, KeyError) as error:
         raise LoadFailed(f"{path}: config.json is not usable: {error}") from error
+    kinds = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
+    if kinds:  # these live in the mask, or keep a state of their own: our attention would be silently wrong
+        raise LoadFailed(f"{path.name}: layers of type {', '.join(sorted(kinds))} are not supported")
     rope = json.dumps(getattr(config, "rope_parameters", None) or {})
     for kind in LENGTH_DEPENDENT_ROPE:
         if f'"{kind}"' in rope:
@@ -84,6 +90,25 @@ def _read_config(path: Path) -> PretrainedConfig:
     return config
 
 
+def _build(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=paged.NAME)
+    except KeyError as error:
+        if paged.NAME not in str(error):
+            raise
+        every = list(range(config.num_hidden_layers))  # its layers choose their attention from a table of their own
+        raise _not_dispatched(config, every, f" (KeyError: {error})") from error
+    return model.eval()
+
+
+def _not_dispatched(config: PretrainedConfig, layers: list[int], cause: str) -> LoadFailed:
+    return LoadFailed(
+        f"{config.model_type}: layers {layers} of {config.num_hidden_layers} do not dispatch to paged attention "
+        f"exactly once{cause}; this model family is not supported"
+    )
+
+
 def _fit_window(config: PretrainedConfig, limits: EngineLimits) -> EngineLimits:
     trained = getattr(config, "max_position_embeddings", limits.max_model_len)
     return dataclasses.replace(limits, max_model_len=min(limits.max_model_len, trained))
@@ -91,13 +116,14 @@ def _fit_window(config: PretrainedConfig, limits: EngineLimits) -> EngineLimits:
 
 def _probe(runner: Runner, config: PretrainedConfig) -> dict[int, LayerShape]:
     """Refuse a model whose layers do not all come through our attention: it would be silently wrong."""
-    probe = runner.probe([1] * PROBE_TOKENS)
+    probe, cause = Probe(), ""
+    try:
+        probe = runner.probe([1] * PROBE_TOKENS)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # model code that never heard of the registry
+        cause = f" ({type(error).__name__}: {error})"
     wrong = [i for i in range(config.num_hidden_layers) if probe.dispatches.get(i) != 1]
     if wrong:
-        raise LoadFailed(
-            f"{config.model_type}: layers {wrong} of {config.num_hidden_layers} do not dispatch to paged attention "
-            "exactly once; this model family is not supported"
-        )
+        raise _not_dispatched(config, wrong, cause)
     return dict(sorted(probe.layers.items()))
 
 

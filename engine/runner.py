@@ -30,7 +30,10 @@ class Runner:
 
     def run(self, chunks: Sequence[Chunk], kv: KVMemory) -> torch.Tensor:
         """Logits ``[R, V]`` (float32) of the chunks that sample, in their order; KV of all chunks is written."""
-        spans, ids, positions, rows = [], [], [], []
+        spans: list[Span] = []
+        ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
         for chunk in chunks:
             end = chunk.start + chunk.count
             spans.append(Span(len(ids), chunk.count, chunk.start, self._slots(chunk.context.block_table, end)))
@@ -54,7 +57,8 @@ class Runner:
                 )
         finally:
             current_step.reset(token)
-        return out.logits[0].float()
+        logits: torch.Tensor = out.logits[0]
+        return logits.float()
 
     def _slots(self, table: Sequence[int], length: int) -> torch.Tensor | slice:
         """Slots of tokens ``0..length-1``: a slice when the blocks adjoin, so that nothing is gathered."""

@@ -1,8 +1,9 @@
 """Owns the weights' memory: one arena per dtype, parameters being views, given back and copied in again.
 
 The host copy is the memory-mapped safetensors file: sleeping copies nothing, waking is one copy per file. The arena
-follows the file's own order, so that a whole file is one contiguous copy. Parameters the file does not hold as they are
-(another dtype, a renamed or computed tensor) keep a private copy in memory, and are counted.
+follows the file's own order, so that a whole file is one contiguous copy. Parameters the file holds in another
+floating dtype are converted while they are copied. Those it does not hold at all (a renamed or computed tensor) keep a
+private copy in memory, and are counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 import torch
 
 from policies.errors import LoadFailed
+
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +76,30 @@ class Copy:
     """One contiguous piece of the arena and where its bytes come from."""
 
     offset: int  # bytes into the arena
-    source: torch.Tensor  # uint8; a view of a mapped file, or a private copy
+    source: torch.Tensor  # flat: a view of a mapped file, or a private copy
+    dtype: torch.dtype  # in the arena
 
 
 class Arena:
-    """All parameters and persistent buffers of one dtype in one storage."""
+    """Parameters and persistent buffers in one storage."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes = nbytes
         self.copies: list[Copy] = []
 
+    def add(self, copy: Copy) -> None:
+        """Fill one piece now, and again at every wake."""
+        self.copies.append(copy)
+        self._copy(copy)
+
     def fill(self) -> None:
         for copy in self.copies:
-            self.bytes[copy.offset : copy.offset + copy.source.numel()].copy_(copy.source)
+            self._copy(copy)
+
+    def _copy(self, copy: Copy) -> None:
+        end = copy.offset + copy.source.numel() * copy.dtype.itemsize
+        self.bytes[copy.offset : end].view(copy.dtype).copy_(copy.source)
 
     def give_back(self) -> None:
         self.bytes.untyped_storage().resize_(0)
@@ -135,43 +148,36 @@ class Weights:
 
     def _gather(self, model: torch.nn.Module, device: str) -> None:
         """Move every tensor of the model into the arenas, in file order; the rest keeps private copies."""
-        named = _owned_tensors(model)
-        left = dict(named)
+        left = _owned_tensors(model)
         for file in self._files:
-            taken = [
-                stored for stored in file.tensors if stored.name in left and _same(left[stored.name], stored, file)
-            ]
+            known = [stored for stored in file.tensors if stored.name in left]
+            taken = [stored for stored in known if _same(left[stored.name], stored, file)]
             if taken:
                 self._place_file(file, taken, {t.name: left.pop(t.name) for t in taken}, device)
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in left.values():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for tensors in by_dtype.values():
-            self._place_private(tensors, device)
+            sources = {t.name: _converted(left[t.name], t, file) for t in known if t.name in left}
+            self._place([(left.pop(name), source) for name, source in sources.items() if source is not None], device)
+        private = [(tensor, tensor.detach().cpu().contiguous().view(-1)) for tensor in left.values()]
+        self.private_bytes = sum(source.nbytes for _, source in private)
+        self._place(private, device)
 
     def _place_file(
         self, file: WeightFile, stored: list[StoredTensor], tensors: dict[str, torch.Tensor], device: str
     ) -> None:
         begin, end = stored[0].begin, stored[-1].end
         arena = Arena(end - begin, device)
-        arena.copies.append(Copy(0, file.read(begin, end)))
-        arena.fill()
+        arena.add(Copy(0, file.read(begin, end), torch.uint8))
         for item in stored:
             _point(tensors[item.name], arena, item.begin - begin)
         self._arenas.append(arena)
 
-    def _place_private(self, tensors: list[torch.Tensor], device: str) -> None:
-        total = sum(_padded(t) for t in tensors)
-        arena = Arena(total, device)
+    def _place(self, pieces: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> None:
+        """Tensors and their sources, one by one: each old copy is freed before the next is made."""
+        if not pieces:
+            return
+        arena = Arena(sum(_padded(tensor) for tensor, _ in pieces), device)
         offset = 0
-        for tensor in tensors:
-            copy = tensor.detach().cpu().contiguous().clone().view(-1).view(torch.uint8)
-            arena.copies.append(Copy(offset, copy))
-            self.private_bytes += copy.numel()
-            offset += _padded(tensor)
-        arena.fill()
-        offset = 0
-        for tensor in tensors:
+        for tensor, source in pieces:
+            arena.add(Copy(offset, source, tensor.dtype))
             size = _padded(tensor)
             _point(tensor, arena, offset)
             offset += size
@@ -197,6 +203,16 @@ def _same(tensor: torch.Tensor, stored: StoredTensor, file: WeightFile) -> bool:
         return False
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return torch.equal(flat, file.read(stored.begin, stored.end))
+
+
+def _converted(tensor: torch.Tensor, stored: StoredTensor, file: WeightFile) -> torch.Tensor | None:
+    """The file's tensor (flat) if the model's is exactly that in another floating dtype."""
+    dtype = FLOATS.get(stored.dtype)
+    if dtype is None or tensor.dtype not in FLOATS.values() or tuple(tensor.shape) != stored.shape:
+        return None
+    source = file.read(stored.begin, stored.end).view(dtype)
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return source if torch.equal(source.to(flat.dtype), flat) else None
 
 
 def _point(tensor: torch.Tensor, arena: Arena, offset: int) -> None:

@@ -51,7 +51,7 @@ class Lifecycle:
                 new=slot.state,
                 reason=reason,
                 bytes=self._ledger.held_bytes(slot.ref.name),
-                seconds=now - slot.since,
+                seconds=now - slot.since if slot.since else 0.0,  # never moved: no time to tell
                 waiting=self._desk.waiting(slot.name),
             )
         )
@@ -103,7 +103,9 @@ class Lifecycle:
         self._effects.start_host(slot.ref, device)
 
     def warming(self, slot: Slot, now: float) -> None:
+        adopted = slot.adopted
         self._move(slot, _S.WARMING, f"weights in place after {now - slot.since:.1f} s", now)
+        slot.adopted = adopted  # half way: the outcome of an adopted load is still learned from reports
 
     def ready(self, slot: Slot, report: HostReport, now: float) -> None:
         """A load or wake came to its good end: settle the bytes, serve the waiters."""

@@ -363,7 +363,6 @@ class Pool:
             self._life.fail(slot, f"found {report.state} after a restart", now)
         elif slot.state is _S.LOADING and report.state is _S.WARMING:
             self._life.warming(slot, now)
-            slot.adopted = True
         self._replan(now)
 
     def _check_stuck(self, slot: Slot, now: float) -> None:

@@ -30,6 +30,7 @@ from model_pool.host import NAMESPACE, HostPicture, HostSpec, start_host
 from model_pool.ledger import DeviceBooks
 from model_pool.pool import Pool
 from model_pool.slot import PoolSettings
+from orchestrator.detached import start_detached
 from orchestrator.logs import event_logger
 from policies.errors import HostLost, LoadFailed, ModelLoading, OrchestratorError
 from policies.registry import RESIDENCY
@@ -106,7 +107,7 @@ class Controller:
         if self._started:
             return
         if self._starting is None:
-            self._starting = asyncio.ensure_future(self._begin())
+            self._starting = start_detached(self._begin())
         await asyncio.shield(self._starting)
 
     async def ensure_ready(
@@ -215,8 +216,7 @@ class Controller:
         try:
             actor = start_host(spec)
             self._actors[ref] = actor
-            watching = asyncio.ensure_future(self._watch(ref, actor))
-            self._keep(watching)
+            self._spawn(self._watch(ref, actor))
             answer = await actor.load.remote()
         except (RayError, ValueError) as error:  # ValueError: the actor's name is still taken
             self._pool.on_failed(ref, LoadFailed(f"its process ended: {_said(error)}"), time.time())
@@ -300,8 +300,9 @@ class Controller:
 
     async def _begin(self) -> None:
         await self._adopt()
-        for model in self._plan.preload:
-            self._pool.ask_load(model, time.time())
+        if not self._actors:  # else we are a successor: what is resident now is what was wanted since
+            for model in self._plan.preload:
+                self._pool.ask_load(model, time.time())
         self._started = True
         self._spawn(self._tick())
 
@@ -319,7 +320,7 @@ class Controller:
             self._actors[ref] = actor
             self._took(ref, picture)
             self._pool.on_adopted(ref, picture.report, time.time(), self._device_of(picture.spec))
-            self._keep(asyncio.ensure_future(self._watch(ref, actor)))
+            self._spawn(self._watch(ref, actor))
 
     def _device_of(self, spec: HostSpec) -> str:
         return next(name for name, _, cuda in self._plan.devices if cuda == spec.device_index)
@@ -342,9 +343,7 @@ class Controller:
         self._switch_seconds[key] = self._switch_seconds.get(key, 0.0) + seconds
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._keep(asyncio.get_running_loop().create_task(work))
-
-    def _keep(self, task: asyncio.Task[None]) -> None:
+        task = start_detached(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 

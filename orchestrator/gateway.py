@@ -28,6 +28,7 @@ from orchestrator.api.models import model_list
 from orchestrator.config import Config
 from orchestrator.controller import NAME as CONTROLLER
 from orchestrator.controller import PoolPicture
+from orchestrator.detached import start_detached
 from orchestrator.generation import Generator, Routes
 from orchestrator.links import Links
 from orchestrator.logs import event_logger
@@ -130,7 +131,7 @@ class Gateway:
 
     def _follow_routes(self) -> None:
         if self._following is None:
-            self._following = asyncio.get_running_loop().create_task(self._routes.follow())
+            self._following = start_detached(self._routes.follow())
 
     # -- OpenAI -----------------------------------------------------------------------
 

@@ -134,11 +134,20 @@ class Generator:
                 link = await self._links.to(ref)
                 stream = await link.submit(request, ticket)
             except (HostUnavailable, HostLost) as error:
+                self._abandon(ticket)
                 await self._went_wrong(ref, error, deadline, refused)
                 refused = True
                 continue
+            except asyncio.CancelledError:
+                self._abandon(ticket)
+                raise
             progress.hosts.append(ref.name)
             return stream
+
+    def _abandon(self, ticket: str | None) -> None:
+        """A placement we do not use: kept, it would hold up the draining of its host, or of that host's successor."""
+        if ticket is not None:
+            self._controller.abandon.remote(ticket)
 
     async def _went_wrong(self, ref: HostRef, error: OrchestratorError, deadline: float, again: bool) -> None:
         if time.time() >= deadline:

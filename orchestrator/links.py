@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayError
 from engine.protocol import GenerationRequest, Output
 from model_pool.effects import HostRef
 from model_pool.host import NAMESPACE
+from orchestrator.detached import start_detached
 from policies.errors import HostLost, HostUnavailable, OrchestratorError
 
 HEARTBEAT_SECONDS = 1.0  # the host aborts a gateway's generations after 3 s of silence
@@ -137,7 +138,7 @@ class HostLink:
             stream.fail(self.lost)
 
     def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = start_detached(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -153,7 +154,7 @@ class Links:
         """The connected link to this host; HostLost if there is no such host."""
         task = self._links.get(ref)
         if task is None or (task.done() and (task.exception() is not None or task.result().lost is not None)):
-            task = self._links[ref] = asyncio.get_running_loop().create_task(self._connect(ref))
+            task = self._links[ref] = start_detached(self._connect(ref))
         return await asyncio.shield(task)
 
     async def _connect(self, ref: HostRef) -> HostLink:

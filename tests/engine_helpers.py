@@ -94,6 +94,22 @@ def drain(engine: EngineCore, most_steps: int = 5000) -> dict[str, Said]:
     return said
 
 
+def run_preempting(engine: EngineCore, every: int, *, forget: bool = False) -> dict[str, Said]:
+    """Drain, with the last running generation preempted every few steps; ``forget``: its KV is not found again."""
+    said: dict[str, Said] = {}
+    scheduler = engine._scheduler
+    for number in range(1, 5000):
+        if not engine.has_work():
+            return said
+        collect(said, engine.step())
+        if number % every == 0 and scheduler.running:
+            scheduler._preempt(scheduler.running[-1], 0.0, "test")
+            if forget:
+                scheduler.pool.clear_cache()
+        engine.check()
+    raise AssertionError("still at work after 5000 steps")
+
+
 def collect(said: dict[str, Said], outputs: Iterable[Output]) -> None:
     for output in outputs:
         said.setdefault(output.request_id, Said()).outputs.append(output)
@@ -138,6 +154,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
 
 
@@ -185,3 +202,48 @@ def torch_engine(path: Path, limits: EngineLimits, kv_blocks: int | None = None)
         engine._scheduler = Scheduler(engine.limits, BlockPool(kv_blocks))
     engine.warm()
     return engine
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What transformers itself says, and how clear each of its choices was."""
+
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]  # score of the best token minus that of the runner-up
+
+    def clear(self) -> int:
+        """How many leading tokens rounding cannot change."""
+        return next((i for i, gap in enumerate(self.gaps) if gap < MARGIN), len(self.gaps))
+
+    def check(self, tokens: Sequence[int]) -> None:
+        assert len(tokens) == len(self.tokens)
+        assert tuple(tokens[: self.clear()]) == self.tokens[: self.clear()]
+
+
+def plain_model(path: Path) -> Any:
+    """Transformers' own model in float32 with eager attention, no end token: generations have their full length."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def generate(model: Any, prompt: Sequence[int], count: int) -> Expected:
+    """Greedy ``generate`` of transformers."""
+    import torch
+
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(out.logits)[:, 0].float().topk(2).values
+    tokens = out.sequences[0, len(prompt) :].tolist()
+    return Expected(tuple(tokens), tuple((best[:, 0] - best[:, 1]).tolist()))

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import psutil
 
+from orchestrator.cluster import PrivateCluster
+
 ADMIN = "sk-demo-admin"
 START_SECONDS = 240
 
@@ -63,6 +65,33 @@ class RunningService:
         finally:
             self.process = None
 
+    def kill(self) -> None:
+        """SIGKILL ``orchestrator serve`` alone: Ray and Redis have sessions of their own and live on."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+
+    def sweep(self) -> list[int]:
+        """End what a stop left behind; the pids. Nothing should be."""
+        mark = str(self._cluster.temp_dir)
+        left = [p for p in psutil.process_iter(["cmdline"]) if any(mark in word for word in p.info["cmdline"] or [])]
+        redis_file = self.state_dir / "redis.pid"
+        if redis_file.exists() and psutil.pid_exists(int(redis_file.read_text())):
+            left.append(psutil.Process(int(redis_file.read_text())))
+        for process in left:
+            process.kill()
+        self._cluster.clean()
+        return [process.pid for process in left]
+
+    @property
+    def ray_address(self) -> str:
+        return (self._cluster.temp_dir / "ray_current_cluster").read_text().strip()
+
+    @property
+    def _cluster(self) -> PrivateCluster:
+        return PrivateCluster(self.state_dir, None)
+
     def admin(self) -> dict[str, Any]:
         """What ``orchestrator ps --json`` shows."""
         response = httpx.get(f"{self.url}/admin/models", headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30)
@@ -80,6 +109,12 @@ class RunningService:
 
     def redis_pid(self) -> int:
         return int((self.state_dir / "redis.pid").read_text())
+
+    def events(self, model: str) -> list[dict[str, Any]]:
+        """What ``orchestrator events --json --model`` shows."""
+        url = f"{self.url}/admin/events?limit=1000&model={model}"
+        response = httpx.get(url, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30)
+        return response.raise_for_status().json()["events"]
 
     def gateway_pid(self) -> int:
         return httpx.get(f"{self.url}/health", timeout=30).json()["pid"]

@@ -71,7 +71,8 @@ def _last(span: Span, window: int | None) -> torch.Tensor | slice:
 
 
 def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score) -> torch.Tensor:
-    if score.softcap is not None or score.sinks is not None:  # SDPA can do neither
+    # SDPA can do neither of the two, and its CPU kernel wants values as wide as keys
+    if score.softcap is not None or score.sinks is not None or key.shape[2] != value.shape[2]:
         return _plain(query, key, value, span, score)
     if span.count == 1:
         return _decode(query, key, value, score.scale)

@@ -69,6 +69,10 @@ class Turn:
         return None
 
 
+def _worth_retrying(status: int) -> bool:
+    return status >= 500 or status in RETRIED
+
+
 class Conversation:
     """One session of one tenant."""
 
@@ -97,9 +101,8 @@ class Conversation:
                 self._attempt(turn, on_stream)
                 break
             except (openai.APIError, httpx.TransportError, NotAcknowledged) as error:
-                if isinstance(error, openai.APIStatusError) and error.status_code < 500:
-                    if error.status_code not in RETRIED:
-                        raise
+                if isinstance(error, openai.APIStatusError) and not _worth_retrying(error.status_code):
+                    raise
                 turn.refusals.append(f"{type(error).__name__}: {error}")
                 say(f"  not acknowledged, attempt {turn.attempts}: {turn.refusals[-1][:160]}")
                 if time.monotonic() - turn.begun > GIVE_UP_SECONDS:

@@ -35,7 +35,7 @@ CONFIG = Path(orchestrator.__file__).with_name("demo.yaml")
 TENANT, KEY, SESSION = "acme", "sk-demo-acme", "main-job"
 SMOL, GEMMA = "smollm2-135m-instruct", "gemma-3-270m"
 SHORT_TOKENS, LONG_TOKENS = 32, 96  # of an answer; a long one lasts long enough to be killed in the middle
-LONG_QUESTION = "Write a list of twenty animals, one per line, and say what each of them eats."
+LONG_QUESTION = "Tell me a long story about a lighthouse keeper and his dog. Begin with: Once upon a time"
 QUESTIONS = (
     "Name one thing that floats.", "What is the capital of France?", "Write a sentence about rain.",
     "Which animals can fly?", "What is bread made of?", "Describe a forest in one sentence.",

@@ -1,0 +1,169 @@
+"""Block-wise attention on CPU tensors against the plain definition in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention import reference
+from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
+from engine.attention.torch_blocks import Score, Span, attend
+from engine.runner import Runner
+
+BLOCK = 4
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One request's part of a step."""
+
+    start: int
+    count: int
+    adjoining: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    kv_heads: int
+    group: int
+    head_dim: int
+    value_dim: int
+    parts: tuple[Part, ...]
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    scale: float
+    seed: int
+
+
+parts = st.builds(Part, st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 40)), st.booleans())
+cases = st.builds(
+    Case,
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 2, 3, 8]),
+    head_dim=st.sampled_from([8, 16, 24, 64]),
+    value_dim=st.just(0),  # 0: as head_dim
+    parts=st.lists(parts, min_size=1, max_size=4).map(tuple),
+    window=st.one_of(st.none(), st.integers(1, 50)),
+    softcap=st.sampled_from([None, None, 5.0]),
+    sinks=st.sampled_from([False, False, True]),
+    scale=st.sampled_from([0.1, 0.5]),
+    seed=st.integers(0, 2**20),
+)
+
+
+@given(cases)
+@settings(max_examples=400, deadline=None)
+def test_every_shape_equals_the_definition_and_reads_no_slot_it_should_not(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.parametrize("value_dim", [4, 32])
+@pytest.mark.parametrize("window", [None, 6])
+def test_values_may_be_narrower_or_wider_than_keys(value_dim: int, window: int | None) -> None:
+    compare(
+        Case(2, 2, 16, value_dim, (Part(0, 9, True), Part(5, 9, False), Part(9, 1, False)), window, None, False, 0.2, 1)
+    )
+
+
+@pytest.mark.parametrize("start", range(4, 9))
+@pytest.mark.parametrize("count", [1, 2, 6, 7])
+def test_chunks_that_begin_around_the_edge_of_the_window(start: int, count: int) -> None:
+    for adjoining in (True, False):
+        compare(Case(1, 4, 16, 0, (Part(start, count, adjoining),), 6, None, False, 0.25, start * 10 + count))
+
+
+def compare(case: Case) -> None:
+    torch.manual_seed(case.seed)
+    heads, value_dim = case.kv_heads * case.group, case.value_dim or case.head_dim
+    shape = LayerShape(case.kv_heads, case.head_dim, value_dim, case.window)
+    blocks_of = [-(-(p.start + p.count) // BLOCK) for p in case.parts]
+    kv = KVMemory({3: shape}, (sum(blocks_of) + 2) * BLOCK, torch.float32, "cpu")
+    kv.keys[3].fill_(NAN)
+    kv.values[3].fill_(NAN)
+    runner = Runner(torch.nn.Module(), "cpu", BLOCK)
+    free = list(range(sum(blocks_of) + 2))
+    spans, rows, expected = [], 0, []
+    query = torch.randn(heads, sum(p.count for p in case.parts), case.head_dim)
+    sinks = torch.randn(heads) if case.sinks else None
+    for part, count in zip(case.parts, blocks_of, strict=True):
+        if part.adjoining:
+            table = _adjoining(free, count)
+        else:
+            table = [free[i] for i in torch.randperm(len(free))[:count].tolist()]
+        free = [block for block in free if block not in table]
+        length = part.start + part.count
+        slots = runner._slots(table, length)
+        key, value = torch.randn(length, case.kv_heads, case.head_dim), torch.randn(length, case.kv_heads, value_dim)
+        flat = [table[i // BLOCK] * BLOCK + i % BLOCK for i in range(length)]
+        oldest = 0 if case.window is None else max(0, part.start + 1 - case.window)
+        for position in range(oldest, length):  # what lies before the window stays NaN: it must not be read
+            kv.keys[3][flat[position]], kv.values[3][flat[position]] = key[position], value[position]
+        spans.append(Span(rows, part.count, part.start, slots))
+        expected.append(
+            reference.attend(
+                query[:, rows : rows + part.count].double(),
+                key.transpose(0, 1).double(),
+                value.transpose(0, 1).double(),
+                start=part.start,
+                scale=case.scale,
+                window=case.window,
+                softcap=case.softcap,
+                sinks=None if sinks is None else sinks.double(),
+            ).transpose(0, 1)
+        )
+        rows += part.count
+    out = attend(query, kv, 3, spans, Score(case.scale, case.window, case.softcap, sinks))
+    assert out.shape == (rows, heads, value_dim)
+    torch.testing.assert_close(out.double(), torch.cat(expected), rtol=2e-5, atol=2e-5)
+
+
+def _adjoining(free: list[int], count: int) -> list[int]:
+    """A run of neighbouring free blocks if there is one, else any blocks."""
+    for first in free:
+        if all(first + i in free for i in range(count)):
+            return list(range(first, first + count))
+    return free[:count]
+
+
+def test_the_reference_itself_against_torchs_attention() -> None:
+    """The float64 oracle is ours, so it needs one from outside."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(4, 7, 8).double(), torch.randn(2, 12, 8).double(), torch.randn(2, 12, 8).double()
+    mask = torch.ones(7, 12, dtype=torch.bool).tril(5) & ~torch.ones(7, 12, dtype=torch.bool).tril(5 - 4)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        query[None], key[None], value[None], attn_mask=mask, scale=0.3, enable_gqa=True
+    )[0]
+    ours = reference.attend(query, key, value, start=5, scale=0.3, window=4)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # our softmax is float32 on purpose
+
+
+def test_kv_memory_is_given_back_and_the_views_live_on() -> None:
+    layers = {0: LayerShape(2, 8, 4), 1: LayerShape(1, 16, 16)}
+    assert bytes_per_token(layers, torch.float32) == (2 * 12 + 32) * 4
+    kv = KVMemory(layers, 6, torch.float32, "cpu")
+    assert kv.nbytes == 6 * bytes_per_token(layers, torch.float32)
+    view = kv.values[1]
+    kv.give_back()
+    kv.give_back()
+    assert view.untyped_storage().nbytes() == 0
+    kv.take_again()
+    for number, tensor in enumerate((*kv.keys.values(), *kv.values.values())):
+        tensor.fill_(number)
+    for number, tensor in enumerate((*kv.keys.values(), *kv.values.values())):
+        assert torch.all(tensor == number)  # no two views overlap
+    assert view.data_ptr() == kv.values[1].data_ptr()
