@@ -69,6 +69,7 @@ class Progress:
     attempts: int = 0
     hosts: list[str] = field(default_factory=list)
     stream: Stream | None = None
+    ticket: str | None = None  # the stream was placed by
     aborted: OrchestratorError | None = None
 
     def abort(self, error: OrchestratorError) -> None:
@@ -103,6 +104,7 @@ class Generator:
                     output = await stream.next()
                     if isinstance(output.error, HostLost):
                         self._routes.forget(stream.host)
+                        self._abandon(progress.ticket)  # the controller may not know yet that it was redeemed
                         break
                     if output.error is not None:
                         raise output.error
@@ -142,6 +144,7 @@ class Generator:
                 self._abandon(ticket)
                 raise
             progress.hosts.append(ref.name)
+            progress.ticket = ticket
             return stream
 
     def _abandon(self, ticket: str | None) -> None:

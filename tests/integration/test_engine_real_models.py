@@ -75,6 +75,7 @@ def real(request: pytest.FixtureRequest) -> Iterator[Real]:
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     before = torch.get_num_threads()
     engine = torch_engine(path, LIMITS)
+    torch.set_num_threads(1)  # two are far slower beside a busy neighbour, and hardly faster alone
     yield Real(engine, plain_model(path), tuple(tuple(tokenizer.encode(text).ids) for text in TEXTS))
     torch.set_num_threads(before)
 

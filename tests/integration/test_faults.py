@@ -253,17 +253,18 @@ def test_S62_a_leaving_client_takes_nobody_elses_stream_along(service: RunningSe
 
 def test_a_host_killed_mid_stream_is_replaced_and_nothing_is_repeated_or_dropped(service: RunningService) -> None:
     headers, answer = session(), answer_to("victim", "go on")
+    put_to_sleep(service, "victim")  # so that the stream is placed by a ticket
     pid = host_pids(service)["victim"]
-    heard = Listener(service, "victim", "go on", headers).wait_for(20)
+    heard = Listener(service, "victim", "go on", headers).wait_for(8)
     kill_hard(pid)
     before = len(heard.text)
     heard.wait()
     assert heard.is_whole(answer), vars(heard)
-    assert 20 <= before < len(answer) and host_pids(service)["victim"] != pid
+    assert 8 <= before < len(answer) and host_pids(service)["victim"] != pid
     # what was committed is what was said
     follow = ask(service, "dozer", "and?", headers)
     assert prompt_tokens(follow) == len(prompt_of("go on", answer, "and?"))
-    # nothing waits for it any more: no ticket of the lost host is left to hold up draining
+    # nothing waits for it any more: no ticket of the lost host is left to hold up the draining of its successor
     begin = time.monotonic()
     put_to_sleep(service, "victim")
     assert time.monotonic() - begin < 3

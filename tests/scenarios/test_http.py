@@ -20,6 +20,29 @@ pytestmark = [pytest.mark.service, pytest.mark.timeout(180)]
 ACME = {"Authorization": "Bearer sk-demo-acme"}
 GLOBEX = {"Authorization": "Bearer sk-demo-globex"}
 
+BREAKS = {
+    "test_S59_E59": (
+        "orchestrator/api/wire.py",
+        "if name in body and body[name] is not None and body[name] not in off:",
+        "if False:",
+    ),
+    "test_E16": (
+        "engine/scheduler.py",
+        "limit = min(self.limits.max_model_len, self.capacity_tokens)",
+        "limit = 10**9",
+    ),
+    "test_S20": ("session_store/lua/begin_turn.lua", "if held[1] and held[1] ~= turn then", "if false then"),
+    "test_S22": ("orchestrator/turn.py", "idempotency_key=ask.idempotency_key", "idempotency_key=None"),
+    "test_S23_S62_E28": ("orchestrator/links.py", "if not stream.ended and self.lost is None:", "if False:"),
+    "test_S62": ("orchestrator/turn.py", "if not committed:", "if False:"),
+    "test_S35": (
+        "orchestrator/turn.py",
+        "ask.tenant.name,\n            ask.session_id",
+        '"all",\n            ask.session_id',
+    ),
+    "test_S61": ("orchestrator/api/chat.py", "orjson.dumps(error.envelope())", 'b"[DONE]"'),
+}
+
 
 def ask(service: RunningService, model: str, text: str = "hello", headers: Any = None, **fields: Any) -> httpx.Response:
     body = {"model": model, "messages": [{"role": "user", "content": text}], **fields}
