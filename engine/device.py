@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from engine.memory import status_bytes
+
+CONTENDED_SHARE = 0.8
+WORTH_MORE_THREADS = 1.15  # how much faster several threads must be to be worth their sensitivity to neighbours
 
 
 def peak_of(step: Callable[[], object]) -> int:
@@ -30,8 +33,42 @@ def peak_of(step: Callable[[], object]) -> int:
     return max(0, status_bytes()["VmHWM"] - before)
 
 
+class ThreadGovernor:
+    """Falls back to one thread while other processes want the cores.
+
+    A step is contended when its process got clearly less CPU time than its threads could have used: spinning at a
+    barrier counts as CPU time, waiting for a lost core does not. After ``pause_seconds`` all threads are tried again.
+    """
+
+    def __init__(self, threads: int, *, contended_steps: int = 3, pause_seconds: float = 10.0) -> None:
+        self._threads = threads
+        self._contended_steps = contended_steps
+        self._pause_seconds = pause_seconds
+        self._contended = 0
+        self._alone_until = 0.0
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step; sets the thread count for it."""
+        wall, cpu = time.monotonic(), time.process_time()
+        threads = 1 if wall < self._alone_until else self._threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        yield
+        if threads > 1:
+            self.took(time.monotonic() - wall, time.process_time() - cpu)
+
+    def took(self, wall_seconds: float, cpu_seconds: float) -> None:
+        """Judge a step of all threads."""
+        share = cpu_seconds / (wall_seconds * self._threads) if wall_seconds > 0 else 1.0
+        self._contended = self._contended + 1 if share < CONTENDED_SHARE else 0
+        if self._contended >= self._contended_steps:
+            self._contended = 0
+            self._alone_until = time.monotonic() + self._pause_seconds
+
+
 def choose_threads(step: Callable[[], object], limit: int | None = None) -> int:
-    """The torch thread count (1 … cores) with which ``step`` runs fastest now; sets it.
+    """One thread, or all cores if ``step`` runs clearly faster with them now; sets the count.
 
     With a busy neighbour two threads are far slower than one: an OpenMP barrier waits a scheduler slice for the thread
     that lost its core. So the count is measured, not assumed.
@@ -47,6 +84,6 @@ def choose_threads(step: Callable[[], object], limit: int | None = None) -> int:
             step()
             samples.append(time.perf_counter() - begin)
         timings[threads] = sorted(samples)[1]
-    best = min(timings, key=lambda threads: timings[threads])
+    best = cores if timings[1] / timings[cores] >= WORTH_MORE_THREADS else 1
     torch.set_num_threads(best)
     return best

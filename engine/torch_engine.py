@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from engine import canary, sampler
 from engine.canary import warm_up
 from engine.core import EngineCore
+from engine.device import ThreadGovernor
 from engine.loader import load_model
 from engine.protocol import EngineLimits, LoadReport
 from engine.scheduler import Chunk
@@ -36,6 +37,7 @@ class TorchEngine(EngineCore):
         loaded = load_model(self.path, self.memory_bytes, self.limits, self.dtype, self.device)
         self.limits = loaded.limits
         self._weights, self._kv, self._runner = loaded.weights, loaded.kv, loaded.runner
+        self._governor = ThreadGovernor(torch.get_num_threads())
         tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
         self._begin(loaded.report, tokenizer, loaded.eos_token_ids, loaded.vocabulary)
         return loaded.report
@@ -48,7 +50,8 @@ class TorchEngine(EngineCore):
         canary.check(self._runner, self._kv, self.limits, self._canary_tokens)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[int | None]:
-        logits = self._runner.run(chunks, self._kv)
+        with self._governor.step():
+            logits = self._runner.run(chunks, self._kv)
         sampled = [chunk.context for chunk in chunks if chunk.samples]
         if not sampled:
             return []
