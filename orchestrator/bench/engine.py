@@ -125,7 +125,8 @@ def _load_model(path: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.eval()
 
 
 def _padded(path: Path, load: dict[str, Any]) -> Callable[[], int]:
@@ -154,7 +155,7 @@ def _generate(path: Path, load: dict[str, Any], at_once: int) -> Callable[[], in
                 ids, attention_mask=mask, max_new_tokens=load["new"], min_new_tokens=load["new"], do_sample=False,
                 pad_token_id=0,
             )  # fmt: skip
-            made += (out.shape[1] - width) * len(batch)
+            made += (int(out.shape[1]) - width) * len(batch)
         return made
 
     return go
@@ -166,7 +167,9 @@ def _continuous(path: Path, load: dict[str, Any]) -> Callable[[], int]:
 
     model = _load_model(path)
     model.set_attn_implementation("paged|sdpa")
-    config = GenerationConfig(max_new_tokens=load["new"], do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=load["new"], do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
 
     def go() -> int:
         outputs = model.generate_batch(_prompts(load), generation_config=config, progress_bar=False)
@@ -193,10 +196,10 @@ def _floor(path: Path, load: dict[str, Any]) -> Callable[[], int]:
             for length in load["prompts"]:
                 products(length, 1)
             rows = min(load["at_once"], len(load["prompts"]))
-            steps = load["new"] * len(load["prompts"]) // rows
-            for _ in range(steps):
+            made = int(load["new"]) * len(load["prompts"])
+            for _ in range(made // rows):
                 products(rows, rows)
-        return load["new"] * len(load["prompts"])
+        return made
 
     return go
 
