@@ -1,0 +1,71 @@
+"""Owns the verbs that look at, and steer, a running service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from orchestrator.cli.app import app
+from orchestrator.cli.common import JsonOption, KeyOption, UrlOption, admin, out, size
+
+
+@app.command(epilog="Example: orchestrator ps --json | jq .models")
+def ps(url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False) -> None:
+    """Which model holds memory, and what it is doing."""
+    body = admin("GET", "/admin/models", url, key)
+    if as_json:
+        out.print_json(data=body)
+        return
+    table = Table("MODEL", "STATE", "MEMORY", "RESIDUAL", "SESSIONS", "IN-FLIGHT", "LAST-USED", "CAUSE")
+    for model in body["models"]:
+        used = model["last_used"]
+        table.add_row(
+            model["model"],
+            model["state"],
+            size(model["memory_bytes"]),
+            size(model["residual_bytes"]),
+            str(model.get("stats", {}).get("sessions", 0)),
+            str(model["in_flight"]),
+            f"{time.time() - used:.0f} s ago" if used else "never",
+            model["cause"] or "",
+        )
+    out.print(table)
+    for book in body["devices"]:
+        out.print(f"{book['device']}: {size(book['held_bytes'])} of {size(book['budget_bytes'])} held")
+
+
+@app.command(epilog="Example: orchestrator events --model gemma-3-270m")
+def events(
+    model: Annotated[str | None, typer.Option(help="Only of this model.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 30,
+    url: UrlOption = None,
+    key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The last transitions and decisions, each with the numbers it was made on."""
+    query = f"?limit={limit}" + (f"&model={model}" if model else "")
+    body = admin("GET", f"/admin/events{query}", url, key)
+    if as_json:
+        out.print_json(data=body)
+        return
+    for event in body["events"]:
+        moved = f"{event['old']} → {event['new']}" if event["old"] != event["new"] else event["kind"]
+        at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+        out.print(f"{at}  {event['model']}  {moved}  {event['reason']}", highlight=False)
+
+
+def _ask(verb: str) -> Callable[..., None]:
+    def command(model: str, url: UrlOption = None, key: KeyOption = None) -> None:
+        body = admin("POST", f"/admin/models/{model}/{verb}", url, key)
+        out.print(f"{body['model']}: {body['state']}")
+
+    command.__doc__ = f"Ask for a model to be {'put to sleep' if verb == 'sleep' else verb + 'ed'}."
+    return command
+
+
+for _verb in ("load", "sleep", "unload"):
+    app.command(name=_verb)(_ask(_verb))
