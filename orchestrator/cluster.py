@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -61,6 +62,7 @@ class PrivateCluster:
         if self._process is not None:
             self._process.wait(timeout=10)
             self._process = None
+            shutil.rmtree(self.temp_dir, ignore_errors=True)  # sockets and logs of this life
 
     def clean(self) -> None:
         """End every process of this cluster, of this life or an earlier one."""

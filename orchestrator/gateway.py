@@ -3,6 +3,7 @@
 # no postponed annotations here: FastAPI reads the routes' types when Serve unpickles the app in a replica
 
 import asyncio
+import dataclasses
 import os
 import time
 import traceback
@@ -188,6 +189,28 @@ class Gateway:
         if isinstance(answer, OrchestratorError):
             raise answer
         return _json({"model": name, "state": str(answer)})
+
+    @app.get("/admin/sessions")
+    async def admin_sessions(self, request: Request) -> Response:
+        self._tenants.authenticate_admin(request.headers.get("authorization"))
+        tenant = admin.tenant_param(self._config, request.query_params.get("tenant"))
+        limit = admin.count_param(request.query_params.get("limit"), default=100, most=1000)
+        page = await self._store.list_sessions(tenant, request.query_params.get("cursor"), limit)
+        return _json(dataclasses.asdict(page))
+
+    @app.get("/admin/sessions/{tenant}/{session_id}")
+    async def admin_session(self, request: Request, tenant: str, session_id: str) -> Response:
+        self._tenants.authenticate_admin(request.headers.get("authorization"))
+        limit = admin.count_param(request.query_params.get("limit"), default=100, most=1000)
+        info = await self._store.session_info(tenant, session_id)
+        items = await self._store.read_items(tenant, session_id, max(0, info.items - limit), limit)
+        return _json({**dataclasses.asdict(info), "last_items": [dataclasses.asdict(item) for item in items]})
+
+    @app.delete("/admin/sessions/{tenant}/{session_id}")
+    async def admin_delete_session(self, request: Request, tenant: str, session_id: str) -> Response:
+        self._tenants.authenticate_admin(request.headers.get("authorization"))
+        await self._store.delete_session(tenant, session_id)
+        return _json({"tenant": tenant, "session_id": session_id, "deleted": True})
 
     # -- inside -------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from model_pool.effects import PoolEvent
+from orchestrator.config import Config
 from orchestrator.controller import ModelPicture, PoolPicture
 from policies.errors import BadRequest, ModelNotFound, NotFound
 
@@ -36,6 +37,13 @@ def one_model(listed: dict[str, Any], name: str) -> dict[str, Any]:
 def check_verb(verb: str) -> None:
     if verb not in VERBS:
         raise NotFound(f"there is no verb {verb!r}; one of {', '.join(VERBS)}")
+
+
+def tenant_param(config: Config, name: str | None) -> str:
+    known = [tenant.name for tenant in config.tenants]
+    if name not in known:
+        raise BadRequest(f"tenant {name!r} is not one of {', '.join(known)}", param="tenant")
+    return name
 
 
 def count_param(text: str | None, *, default: int, most: int) -> int:

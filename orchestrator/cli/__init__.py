@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from orchestrator.cli import bench, operate, serve
+from orchestrator.cli import bench, chat, doctor, operate, serve, sessions
 from orchestrator.cli.app import app
 from orchestrator.cli.common import err
 from policies.errors import OrchestratorError
 
-__all__ = ["bench", "main", "operate", "serve"]
+__all__ = ["bench", "chat", "doctor", "main", "operate", "serve", "sessions"]
 
 
 def main() -> None:

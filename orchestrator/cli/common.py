@@ -58,13 +58,10 @@ class bars:
 
 def admin(method: str, path: str, url: str | None, key: str | None) -> Any:
     """Call the running service; NotReachable (exit code 3) when there is none."""
-    found = run_file()
-    base = url or found.get("url")
-    if base is None:
-        raise NotReachable("no service is running here; start one with 'orchestrator serve', or name it with --url")
-    headers = {"Authorization": f"Bearer {key or found.get('admin_key') or ''}"}
+    base = find_url(url)
+    headers = {"Authorization": f"Bearer {key or run_file().get('admin_key') or ''}"}
     try:
-        response = httpx.request(method, f"{base.rstrip('/')}{path}", headers=headers, timeout=15)
+        response = httpx.request(method, f"{base}{path}", headers=headers, timeout=15)
         body = response.json()
     except (httpx.HTTPError, ValueError) as error:
         raise NotReachable(f"the service at {base} does not answer: {error}") from error
@@ -72,6 +69,14 @@ def admin(method: str, path: str, url: str | None, key: str | None) -> Any:
         said = body.get("error", {}) if isinstance(body, dict) else {}
         raise OrchestratorError(said.get("message") or f"{base} answered {response.status_code}")
     return body
+
+
+def find_url(url: str | None) -> str:
+    """The service to speak to; NotReachable when none is named and none runs here."""
+    found = url or run_file().get("url")
+    if not found:
+        raise NotReachable("no service is running here; start one with 'orchestrator serve', or name it with --url")
+    return str(found).rstrip("/")
 
 
 def run_file() -> dict[str, Any]:

@@ -1,0 +1,116 @@
+"""Owns ``doctor``: what this machine has and lacks, one line each, with the fix."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import httpx
+
+from orchestrator.cli.app import app
+from orchestrator.cli.common import ConfigOption, JsonOption, out, read_config, run_file
+from orchestrator.cluster import check_port
+from orchestrator.config import Config
+from policies.errors import OrchestratorError
+from session_store.client import check_reachable
+from session_store.embedded import find_server
+
+WANTED_DISK_BYTES = 5 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    good: bool
+    said: str
+    fix: str = ""
+
+
+@app.command(epilog="Example: orchestrator doctor --config my.yaml")
+def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Look at Python, torch, threads, memory, Redis, disk, ports and the cache; exit code 1 if anything is wrong."""
+    settings = read_config(config)
+    findings = list(_findings(settings))
+    if as_json:
+        out.print_json(data={"findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            mark = "[green]ok  [/green]" if finding.good else "[red]BAD [/red]"
+            fix = "" if finding.good else f"  → {finding.fix}"
+            out.print(f"{mark} {finding.name}: {finding.said}{fix}", highlight=False, soft_wrap=True)
+    bad = [finding.name for finding in findings if not finding.good]
+    if bad:
+        raise OrchestratorError(f"{len(bad)} of {len(findings)} are wrong: {', '.join(bad)}")
+
+
+def _findings(config: Config) -> Iterator[Finding]:
+    version = platform.python_version_tuple()
+    yield Finding(
+        "python", (int(version[0]), int(version[1])) >= (3, 11), platform.python_version(), "install Python 3.11"
+    )
+    for package in ("torch", "transformers", "ray", "triton"):
+        yield _package(package)
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("cores", cores >= 2, f"{cores} usable", "give the service at least 2 cores")
+    yield _memory(config)
+    yield _disk(config)
+    yield _redis(config)
+    yield _port(config)
+    yield _cache(config)
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, True, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, False, "not installed", "make install")
+
+
+def _memory(config: Config) -> Finding:
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    budget = sum(int(device.memory) for device in config.devices if device.kind == "cpu")
+    said = f"{available / 2**20:,.0f} MiB free, the config's CPU devices may hold {budget / 2**20:,.0f} MiB"
+    return Finding("memory", available >= budget, said, "lower devices[].memory")
+
+
+def _disk(config: Config) -> Finding:
+    place = next(p for p in (config.cache_dir, *config.cache_dir.parents) if p.exists())
+    free = shutil.disk_usage(place).free
+    return Finding("disk", free >= WANTED_DISK_BYTES, f"{free / 2**30:.0f} GiB free at {place}", "free 5 GiB there")
+
+
+def _redis(config: Config) -> Finding:
+    if config.redis.url is not None:
+        url = config.redis.url
+        return _tried("redis", lambda: check_reachable(url), "reachable", "start it, or correct redis.url")
+    return _tried("redis", find_server, "a private server can be started", "make install, or apt install redis-server")
+
+
+def _port(config: Config) -> Finding:
+    running = run_file().get("url")
+    if running == f"http://{config.http.host}:{config.http.port}":
+        try:
+            httpx.get(f"{running}/health", timeout=3).raise_for_status()
+            return Finding("port", True, f"our service answers at {running}")
+        except httpx.HTTPError:
+            pass  # a leftover run file; the port itself tells
+    host, port = config.http.host, config.http.port
+    return _tried("port", lambda: check_port(host, port), f"{port} on {host} is free", "choose another with --port")
+
+
+def _cache(config: Config) -> Finding:
+    demos = [model.source.removeprefix("demo:") for model in config.models if model.source.startswith("demo:")]
+    ready = [name for name in demos if (config.cache_dir / "models" / name).is_dir()]
+    return Finding("cache", True, f"{len(ready)} of {len(demos)} demo models are prepared in {config.cache_dir}")
+
+
+def _tried(name: str, attempt: Callable[[], object], said: str, fix: str) -> Finding:
+    try:
+        attempt()
+    except OrchestratorError as error:
+        return Finding(name, False, error.message, fix)
+    return Finding(name, True, said)

@@ -1,0 +1,86 @@
+"""The verbs against a running service with fake models, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+
+import httpx
+import pytest
+
+from tests.service import ADMIN, RunningService, wait_until
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(180)]
+
+
+def orchestrator(service: RunningService, *words: str, typed: str = "", code: int = 0) -> str:
+    environment = os.environ | {
+        "ORCHESTRATOR_URL": service.url,
+        "ORCHESTRATOR_ADMIN_KEY": ADMIN,
+        "ORCHESTRATOR_API_KEY": "sk-demo-acme",
+        "COLUMNS": "200",
+    }
+    command = [sys.executable, "-m", "orchestrator.cli", *words]
+    ended = subprocess.run(command, input=typed, capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == code, ended.stderr
+    return ended.stdout if code == 0 else ended.stderr
+
+
+def test_ps_and_events(fake_service: RunningService) -> None:
+    shown = orchestrator(fake_service, "ps")
+    for word in ("MODEL", "RESIDUAL", "SESSIONS", "LAST-USED", "quick", "cpu0"):
+        assert word in shown
+    models = json.loads(orchestrator(fake_service, "ps", "--json"))["models"]
+    assert {"quick", "slow", "broken"} <= {model["model"] for model in models}
+    assert "loading" in orchestrator(fake_service, "events", "--model", "quick")
+
+
+def test_sleep_and_load(fake_service: RunningService) -> None:
+    orchestrator(fake_service, "load", "small")
+    wait_until(lambda: fake_service.model("small")["state"] == "ready", 30, "small is ready")
+    orchestrator(fake_service, "sleep", "small")
+    wait_until(lambda: fake_service.model("small")["state"] == "sleeping", 30, "small sleeps")
+    orchestrator(fake_service, "load", "small")
+    wait_until(lambda: fake_service.model("small")["state"] == "ready", 30, "small is ready again")
+    assert "not one of" in orchestrator(fake_service, "load", "nothing", code=1)
+
+
+def test_chat_goes_on_across_models_and_sessions_show_it(fake_service: RunningService) -> None:
+    session = f"chat-{uuid.uuid4().hex[:8]}"
+    said = orchestrator(
+        fake_service, "chat", "quick", "--session", session,
+        typed="hello\n/model small\nand now?\n/session\n/history\n/nonsense\n/quit\n",
+    )  # fmt: skip
+    assert "now small" in said and session in said and "first token" in said and "reused" in said
+    assert "you: and now?" in said
+    assert session in orchestrator(fake_service, "sessions", "ls", "acme")
+    shown = orchestrator(fake_service, "sessions", "show", "acme", session)
+    assert "2 turns" in shown and "user: and now?" in shown and "assistant (small)" in shown
+    orchestrator(fake_service, "sessions", "rm", "acme", session)
+    assert "there is no session" in orchestrator(fake_service, "sessions", "show", "acme", session, code=1)
+
+
+def test_S34_removing_one_session_leaves_the_others(fake_service: RunningService) -> None:
+    for name in ("keep-me", "drop-me"):
+        httpx.post(
+            f"{fake_service.url}/v1/chat/completions",
+            json={"model": "quick", "messages": [{"role": "user", "content": name}]},
+            headers={"Authorization": "Bearer sk-demo-globex", "X-Session-ID": name},
+            timeout=30,
+        ).raise_for_status()
+    orchestrator(fake_service, "sessions", "rm", "globex", "drop-me")
+    listed = json.loads(orchestrator(fake_service, "sessions", "ls", "globex", "--json"))["sessions"]
+    ids = {session["session_id"] for session in listed}
+    assert "keep-me" in ids and "drop-me" not in ids
+
+
+def test_a_chat_with_an_unknown_model_says_so(fake_service: RunningService) -> None:
+    environment = os.environ | {"ORCHESTRATOR_URL": fake_service.url, "ORCHESTRATOR_API_KEY": "sk-demo-acme"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", "chat", "nope"],
+        input="hi\n", capture_output=True, text=True, env=environment, check=True,
+    )  # fmt: skip
+    assert "'nope' does not exist" in ended.stderr
