@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -86,6 +87,19 @@ class PrivateCluster:
             if process.pid != os.getpid() and any(mark in word for word in words):
                 found.append(process)
         return found
+
+
+def require_token(state_dir: Path) -> dict[str, str]:
+    """Environment with which only those who can read our token may speak to the cluster; set before Ray is imported.
+
+    Ray listens on all interfaces and runs what it is told.
+    """
+    path = state_dir / "ray.token"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
 
 
 def check_port(host: str, port: int) -> None:

@@ -30,8 +30,10 @@ from model_pool.host import NAMESPACE, HostPicture, HostSpec, start_host
 from model_pool.ledger import DeviceBooks
 from model_pool.pool import Pool
 from model_pool.slot import PoolSettings
+from orchestrator.aggregator import push
 from orchestrator.detached import start_detached
 from orchestrator.logs import event_logger
+from orchestrator.metrics import ControllerMetrics
 from policies.errors import HostLost, LoadFailed, ModelLoading, OrchestratorError
 from policies.registry import RESIDENCY
 from policies.types import ModelState, Tier
@@ -68,8 +70,6 @@ class ModelPicture:
 class PoolPicture:
     models: tuple[ModelPicture, ...]
     books: tuple[DeviceBooks, ...]
-    switches: dict[tuple[str, str], int]  # (model, wake|load) → count
-    switch_seconds: dict[tuple[str, str], float]
     pid: int  # of the controller
 
 
@@ -87,8 +87,8 @@ class Controller:
         self._routes = RoutingTable(self._first_version, {})
         self._routes_changed = asyncio.Event()
         self._events: deque[PoolEvent] = deque(maxlen=EVENTS_KEPT)
-        self._switches: dict[tuple[str, str], int] = {}
-        self._switch_seconds: dict[tuple[str, str], float] = {}
+        self._metrics = ControllerMetrics()
+        self._name = f"controller-{os.getpid()}"
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = Pool(
             plan.models,
@@ -153,7 +153,7 @@ class Controller:
         await self.start()
         pictures = {ref.model: picture for ref, picture in self._pictures.items()}
         models = tuple(ModelPicture(s, pictures.get(s.model)) for s in self._pool.status(time.time()))
-        return PoolPicture(models, self._pool.books(), dict(self._switches), dict(self._switch_seconds), os.getpid())
+        return PoolPicture(models, self._pool.books(), os.getpid())
 
     async def events(self, model: str | None = None, most: int = 100) -> list[PoolEvent]:
         chosen = [event for event in self._events if model in (None, event.model)]
@@ -338,9 +338,9 @@ class Controller:
             future.set_result(answer)
 
     def _count(self, model: str, kind: str, seconds: float) -> None:
-        key = (model, kind)
-        self._switches[key] = self._switches.get(key, 0) + 1
-        self._switch_seconds[key] = self._switch_seconds.get(key, 0.0) + seconds
+        self._metrics.switches.labels(model, kind).inc()
+        self._metrics.switch_seconds.labels(model, kind).inc(seconds)
+        self._spawn(push(self._name, self._metrics.registry))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = start_detached(work)

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from starlette.exceptions import HTTPException
 
 from model_pool.host import NAMESPACE
+from orchestrator.aggregator import exchange, push
 from orchestrator.api import admin
 from orchestrator.api.chat import ChatRoute, request_id_of
 from orchestrator.api.errors import error_response, from_http_exception
@@ -33,7 +34,7 @@ from orchestrator.detached import start_detached
 from orchestrator.generation import Generator, Routes
 from orchestrator.links import Links
 from orchestrator.logs import event_logger
-from orchestrator.metrics import GatewayMetrics
+from orchestrator.metrics import GatewayMetrics, expose
 from orchestrator.tenants import Tenants
 from orchestrator.tokens import ChatTokenizer, load_tokenizer
 from orchestrator.turn import TurnRunner
@@ -42,6 +43,7 @@ from session_store.store import SessionStore
 
 app = FastAPI(title="context-orchestrator", docs_url=None, redoc_url=None, openapi_url=None)
 PICTURE_SECONDS = 3.0
+PUSH_SECONDS = 2.0
 
 
 def _json(body: Any) -> Response:
@@ -117,7 +119,7 @@ class Gateway:
             self._store, generator, self._tokenizers, self._name, config.http.busy_session_seconds, self._log
         )
         self._chat = ChatRoute(config, runner, self.metrics)
-        self._following: asyncio.Task[None] | None = None
+        self._background: tuple[asyncio.Task[None], ...] = ()
         self._log.info("gateway_started", gateway=self._name)
 
     def _load_tokenizers(self, plan: GatewayPlan) -> dict[str, ChatTokenizer]:
@@ -130,16 +132,21 @@ class Gateway:
                 self._log.error("tokenizer_failed", model=name, cause=f"{type(error).__name__}: {error}")
         return tokenizers
 
-    def _follow_routes(self) -> None:
-        if self._following is None:
-            self._following = start_detached(self._routes.follow())
+    def _start_background(self) -> None:
+        if not self._background:
+            self._background = (start_detached(self._routes.follow()), start_detached(self._push_metrics()))
+
+    async def _push_metrics(self) -> None:
+        while True:
+            await push(self._name, self.metrics.registry)
+            await asyncio.sleep(PUSH_SECONDS)
 
     # -- OpenAI -----------------------------------------------------------------------
 
     @app.post("/v1/chat/completions")
     async def chat_completions(self, request: Request) -> Response:
         tenant = self._tenants.authenticate(request.headers.get("authorization"))
-        self._follow_routes()
+        self._start_background()
         return await self._chat.answer(request, tenant)
 
     @app.get("/v1/models")
@@ -168,7 +175,8 @@ class Gateway:
 
     @app.get("/metrics")
     async def prometheus(self) -> Response:
-        return Response(self.metrics.expose(await self._picture()), media_type=CONTENT_TYPE_LATEST)
+        families = await exchange(self._name, self.metrics.registry)
+        return Response(expose(families, await self._picture()), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/admin/models")
     async def admin_models(self, request: Request) -> Response:
@@ -229,5 +237,6 @@ class Gateway:
     def failed(self, request: Request, error: OrchestratorError) -> None:
         self._log.info("request_failed", path=request.url.path, code=error.code, cause=error.message)
 
-    def check_health(self) -> None:
-        """Asked by Serve."""
+    async def check_health(self) -> None:
+        """Asked by Serve, in our event loop, from the start on."""
+        self._start_background()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
-from orchestrator.controller import PoolPicture
+from orchestrator.aggregator import Collected, Family
+
+if TYPE_CHECKING:
+    from orchestrator.controller import PoolPicture
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -51,12 +55,28 @@ class GatewayMetrics:
         )
         self.running = Gauge("orchestrator_turns_running", "Turns in this gateway now", registry=self.registry)
 
-    def expose(self, pool: PoolPicture | None) -> bytes:
-        """The Prometheus text of this gateway and of the pool."""
-        registry = CollectorRegistry()
-        if pool is not None:
-            registry.register(_PoolCollector(pool))
-        return generate_latest(self.registry) + generate_latest(registry)
+
+class ControllerMetrics:
+    """What the controller counts."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        labels = ("model", "kind")
+        self.switches = Counter(
+            "orchestrator_switches", "Loads and wakes that ended well", labels, registry=self.registry
+        )
+        self.switch_seconds = Counter(
+            "orchestrator_switch_seconds", "Seconds they took", labels, registry=self.registry
+        )
+
+
+def expose(families: Iterable[Family], pool: PoolPicture | None) -> bytes:
+    """The Prometheus text: what all gateways and the controller counted, and the pool as it is now."""
+    registry = CollectorRegistry()
+    registry.register(Collected(families))
+    if pool is not None:
+        registry.register(_PoolCollector(pool))
+    return generate_latest(registry)
 
 
 class _PoolCollector:
@@ -85,13 +105,6 @@ class _PoolCollector:
                 cached.add_metric([name], entry.host.stats.kv_blocks_cached)
                 total.add_metric([name], entry.host.stats.kv_blocks_total)
         yield from (state, memory, waiting, used, cached, total)
-        kinds = ["model", "kind"]
-        switches = CounterMetricFamily("orchestrator_switches", "Loads and wakes that ended well", labels=kinds)
-        seconds = CounterMetricFamily("orchestrator_switch_seconds", "Seconds they took", labels=kinds)
-        for (name, kind), count in self._pool.switches.items():
-            switches.add_metric([name, kind], count)
-            seconds.add_metric([name, kind], self._pool.switch_seconds[name, kind])
-        yield from (switches, seconds)
         for book in self._pool.books:
             for kind in ("budget", "held", "free"):
                 family = GaugeMetricFamily(f"orchestrator_device_{kind}_bytes", "The ledger", labels=["device"])

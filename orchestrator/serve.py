@@ -25,6 +25,7 @@ from model_pool import catalog
 from model_pool.effects import HostRef, ModelSpec
 from model_pool.host import NAMESPACE, HostSpec
 from model_pool.slot import PoolSettings
+from orchestrator.aggregator import start_aggregator
 from orchestrator.cluster import PrivateCluster, check_port
 from orchestrator.config import Config, ModelConfig, load_config, named_by_environment
 from orchestrator.controller import PoolPlan, get_controller
@@ -108,6 +109,7 @@ def _host_spec(model: ModelConfig, path: Path | OrchestratorError | None, config
 
 def deploy(config: Config, prepared: Prepared, redis_url: str, log_path: Path) -> Any:
     """Start (or adopt) the controller and return the Serve application."""
+    start_aggregator()
     plan = pool_plan(config, prepared, log_path)
     controller = get_controller(plan)
     ray.get(controller.start.remote())

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ def free_port() -> int:
 class RunningService:
     """``orchestrator serve`` with its own state directory and port."""
 
-    def __init__(self, config: Path, state_dir: Path) -> None:
+    def __init__(self, config: Path, state_dir: Path, environment: Mapping[str, str] | None = None) -> None:
         self.config = config
+        self.environment = os.environ | (environment or {})
         self.state_dir = state_dir
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -44,7 +46,7 @@ class RunningService:
             "--port", str(self.port), "--state-dir", str(self.state_dir),
         ]  # fmt: skip
         with self.output.open("wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=self.environment)
         deadline = time.monotonic() + START_SECONDS
         while b"ready in" not in self.output.read_bytes():
             if self.process.poll() is not None or time.monotonic() > deadline:

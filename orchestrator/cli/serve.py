@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from orchestrator.cli.app import app
 from orchestrator.cli.common import ConfigOption, JsonOption, bars, err, out, read_config, size
+from orchestrator.cluster import require_token
 from orchestrator.config import Config
 from policies.errors import DoesNotFit
 
@@ -28,6 +30,8 @@ def serve(
     """Start the whole service and stay until Ctrl-C, which stops all of it."""
     begin = time.monotonic()
     settings = read_config(config, _flags(host, port, state_dir, ray_address))
+    if settings.ray.address is None:
+        os.environ.update(require_token(settings.state_dir))
     from orchestrator.serve import Service, prepare_models  # Ray is slow to import: not for the small verbs
 
     with bars() as progress:

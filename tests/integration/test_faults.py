@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from engine.fake import reply_to
+from orchestrator.cluster import require_token
 from tests.service import ADMIN, RunningService, kill_hard, wait_until
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(180)]
@@ -327,7 +328,8 @@ def test_a_load_survives_the_death_of_the_controller_that_began_it(service: Runn
 def test_a_killed_gateway_leaks_nothing_on_the_hosts_and_comes_back(service: RunningService) -> None:
     gateway = service.gateway_pid()
     command = [sys.executable, "-c", PROBE, service.ray_address, "host:talker:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
+    environment = os.environ | require_token(service.state_dir)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as probe:
         try:
             assert probe.stdout is not None
             streams = [Listener(service, "talker", f"lost {n}") for n in range(8)]
