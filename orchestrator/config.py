@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from policies.errors import ConfigError
+from policies.registry import RESIDENCY
 from policies.types import Tier
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -37,12 +38,17 @@ def _tier(value: object) -> object:
     return value
 
 
+def _expand(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str) else value
+
+
+UserPath = Annotated[Path, BeforeValidator(_expand)]
 TierField = Annotated[Tier, BeforeValidator(_tier)]
 
 
 class HttpConfig(Section):
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=1, le=65535)
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     stream_hold_seconds: float = Field(5.0, ge=0, description="no header is sent before this or the first token")
     deadline_seconds: float = Field(120.0, gt=0, description="longest wait for the first token")
     busy_session_seconds: float = Field(2.0, ge=0, description="how long a turn waits for another of its session")
@@ -56,15 +62,15 @@ class RedisConfig(Section):
 
 class RayConfig(Section):
     address: str | None = Field(None, description="a running cluster; none: one is started on its own ports")
-    num_cpus: int | None = Field(None, ge=1)
+    num_cpus: int | None = Field(None, ge=1, description="that Ray may think it has; none: all")
 
 
 class DeviceConfig(Section):
     """One memory that contexts compete for."""
 
-    name: str = Field(pattern=NAME)
-    kind: Literal["cpu", "cuda"] = "cpu"
-    index: int = 0
+    name: str = Field(pattern=NAME, description="as it appears in ps and metrics")
+    kind: Literal["cpu", "cuda"] = Field("cpu", description="cuda is not built yet")
+    index: int = Field(0, ge=0, description="of a CUDA device")
     memory: ByteSize = Field(description="bytes that all hosts on it may hold together")
 
 
@@ -87,10 +93,10 @@ class FakeConfig(Section):
 
 
 class ModelConfig(Section):
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=NAME, description="what requests call it")
     source: str = Field(description="demo:NAME, a directory, a .gguf file, or 'fake'")
     memory: ByteSize = Field(description="bytes its host may hold when resident: process, weights, peak and KV pool")
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of weights and KV")
     max_model_len: int = Field(4096, ge=16, description="tokens of prompt and answer together")
     default_max_tokens: int = Field(512, ge=1, description="answer tokens when the request names no limit")
     block_size: int = Field(16, ge=1, le=256, description="tokens in one KV block")
@@ -99,8 +105,8 @@ class ModelConfig(Section):
     max_waiting: int = Field(256, ge=1, description="most generations waiting in the engine, and for the model")
     pinned: bool = Field(False, description="never evicted for another model")
     preload: bool = Field(False, description="loaded at start")
-    chat_template: str | None = Field(None, description="jinja2; none: the model's own, else a plain fallback")
-    load_timeout_seconds: float = Field(600.0, gt=0)
+    chat_template: str | None = Field(None, description="jinja2 text; none: the model's own, else a plain fallback")
+    load_timeout_seconds: float = Field(600.0, gt=0, description="for a load or a wake")
     fake: FakeConfig | None = None
 
     @model_validator(mode="after")
@@ -111,8 +117,8 @@ class ModelConfig(Section):
 
 
 class TenantConfig(Section):
-    name: str = Field(pattern=NAME)
-    tier: TierField = Tier.STANDARD
+    name: str = Field(pattern=NAME, description="owns its sessions and its KV namespace")
+    tier: TierField = Field(Tier.STANDARD, description="interactive, standard or batch")
     key_sha256: tuple[str, ...] = Field((), description="hex sha256 of each API key; keys are never stored")
     demo_key: str | None = Field(None, description="a key in plain text; only while http.host is loopback")
     max_concurrent: int = Field(64, ge=1, description="requests in flight")
@@ -131,17 +137,19 @@ class SessionConfig(Section):
 
 
 class PoolConfig(Section):
-    policy: str = "lru"
-    min_resident_seconds: float = Field(1.0, ge=0)
-    ticket_seconds: float = Field(10.0, gt=0)
+    policy: str = Field("lru", description="who holds memory; lru is the one there is")
+    min_resident_seconds: float = Field(1.0, ge=0, description="a ready model is not evicted earlier")
+    ticket_seconds: float = Field(10.0, gt=0, description="a placed request must arrive at its host within")
     cooldown_seconds: float = Field(10.0, ge=0, description="after a failed load; doubles up to 16 times this")
 
 
 class Config(Section):
     """The whole configuration."""
 
-    state_dir: Path = Field(default_factory=lambda: _xdg("XDG_STATE_HOME", ".local/state"))
-    cache_dir: Path = Field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"))
+    state_dir: UserPath = Field(
+        default_factory=lambda: _xdg("XDG_STATE_HOME", ".local/state"), description="sessions, logs, secrets"
+    )
+    cache_dir: UserPath = Field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"), description="prepared models")
     http: HttpConfig = HttpConfig()
     redis: RedisConfig = RedisConfig()
     ray: RayConfig = RayConfig()
@@ -167,6 +175,8 @@ class Config(Section):
         cuda = [d.name for d in self.devices if d.kind == "cuda"]
         if cuda:
             raise ValueError(f"device {', '.join(cuda)}: kind cuda is not built yet; use kind: cpu")
+        if self.pool.policy not in RESIDENCY.names:
+            raise ValueError(f"pool.policy: {self.pool.policy!r} is not one of {', '.join(RESIDENCY.names)}")
         demo = [t.name for t in self.tenants if t.demo_key]
         if demo and not is_loopback(self.http.host):
             raise ValueError(
@@ -256,12 +266,12 @@ def _fields_at(location: tuple[Any, ...]) -> list[str]:
     model: Any = Config
     for part in location:
         if isinstance(part, str):
-            model = _section_of(model.model_fields[part].annotation)
+            model = section_of(model.model_fields[part].annotation)
     return list(model.model_fields)
 
 
-def _section_of(annotation: Any) -> Any:
-    """The Section inside ``Section``, ``Section | None`` or ``tuple[Section, ...]``."""
+def section_of(annotation: Any) -> Any:
+    """The Section inside ``Section``, ``Section | None`` or ``tuple[Section, ...]``; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(found for found in map(_section_of, annotation.__args__) if found is not None)
+    return next((found for found in map(section_of, getattr(annotation, "__args__", ())) if found is not None), None)

@@ -53,6 +53,7 @@ def test_flag_beats_environment_beats_file(tmp_path: Path, monkeypatch: pytest.M
         (("memory: 512MiB", "memory: lots"), "models.0.memory"),
         (("source: fake", "source: dir, fake: {}"), "source: fake"),
         (("memory: 1GiB}", "memory: 1GiB, kind: cuda}"), "not built yet"),
+        (("http: {port", "pool: {policy: lfu}\nhttp: {port"), "'lfu' is not one of lru"),
         (("demo_key: sk-x}", "demo_key: sk-x}, {name: t}"), "twice: t"),
         (("demo_key: sk-x}", "demo_key: sk-x}, {name: u, demo_key: sk-x}"), "share an API key"),
     ],
