@@ -246,6 +246,15 @@ class Pool:
             self._replan(now)
         return slot.state
 
+    def ask_pin(self, model: str, pinned: bool, now: float) -> ModelState:
+        """Keep a model from being evicted for another, or no longer; lasts as long as this pool. Its state."""
+        slot = self._named(model)
+        if slot.pinned != pinned:
+            slot.pinned = pinned
+            self._life.note(slot, "decision", f"{'pinned' if pinned else 'unpinned'} by admin", now)
+            self._replan(now)
+        return slot.state
+
     # --- reads
 
     def status(self, now: float) -> tuple[ModelStatus, ...]:

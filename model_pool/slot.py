@@ -43,6 +43,7 @@ class Slot:
     ready_since: float = 0.0
     tier: Tier = Tier.STANDARD  # of the ticket placed last
 
+    pinned: bool = field(init=False)  # as configured, until the admin says otherwise
     sleep_asked: bool = False  # DRAINING only: drained, now falling asleep
     unload_after: bool = False  # DRAINING only: its residual must go too
     evicted_for: str | None = None  # comes back if that model fails to load
@@ -57,6 +58,9 @@ class Slot:
     failures: int = 0  # failed loads and wakes in a row
     cooldown_until: float = 0.0
     losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pinned = self.spec.pinned
 
     @property
     def name(self) -> str:

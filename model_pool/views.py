@@ -57,7 +57,7 @@ class Views:
         pinned = sum(
             self._ledger.held_bytes(other.ref.name)
             for other in self._slots.values()
-            if other is not slot and other.spec.pinned and self._is_on(other, device)
+            if other is not slot and other.pinned and self._is_on(other, device)
         )
         return self._ledger.budget_bytes(device) - pinned
 
@@ -80,7 +80,7 @@ class Views:
             epoch=slot.ref.epoch,
             device=slot.device,
             since=slot.since,
-            pinned=slot.spec.pinned,
+            pinned=slot.pinned,
             cooldown_until=slot.cooldown_until,
         )
 
@@ -150,7 +150,7 @@ class Views:
             in_flight=self.in_flight(slot, now),
             last_used=slot.last_used,
             ready_since=slot.ready_since,
-            pinned=slot.spec.pinned,
+            pinned=slot.pinned,
             waiting=self._desk.waiting(slot.name),
             tier=slot.tier,
         )

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,9 +160,16 @@ class Controller:
         return chosen[-most:]
 
     async def ask(self, verb: str, model: str) -> ModelState | OrchestratorError:
-        """``load``, ``sleep`` or ``unload`` a model, as an operator; answers with its state now."""
+        """What an operator may ask of a model (``api.admin.VERBS``); answers with its state now."""
         await self.start()
-        asks = {"load": self._pool.ask_load, "sleep": self._pool.ask_sleep, "unload": self._pool.ask_unload}
+        asks: dict[str, Callable[[str, float], ModelState]] = {
+            "load": self._pool.ask_load,
+            "wake": self._pool.ask_load,
+            "sleep": self._pool.ask_sleep,
+            "unload": self._pool.ask_unload,
+            "pin": lambda name, now: self._pool.ask_pin(name, True, now),
+            "unpin": lambda name, now: self._pool.ask_pin(name, False, now),
+        }
         try:
             return asks[verb](model, time.time())
         except OrchestratorError as error:

@@ -11,7 +11,7 @@ from orchestrator.config import Config
 from orchestrator.controller import ModelPicture, PoolPicture
 from policies.errors import BadRequest, ModelNotFound, NotFound
 
-VERBS = ("load", "sleep", "unload")
+VERBS = ("load", "wake", "sleep", "unload", "pin", "unpin")
 
 
 def models(pool: PoolPicture) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def ps(url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
         used = model["last_used"]
         table.add_row(
             model["model"],
-            model["state"],
+            model["state"] + (" (pinned)" if model["pinned"] else ""),
             size(model["memory_bytes"]),
             size(model["residual_bytes"]),
             str(model.get("stats", {}).get("sessions", 0)),
@@ -58,14 +58,24 @@ def events(
         out.print(f"{at}  {event['model']}  {moved}  {event['reason']}", highlight=False)
 
 
+VERBS = {
+    "load": "Make a model ready without a request.",
+    "wake": "Make a sleeping model ready without a request.",
+    "sleep": "Drain a model and put it to sleep: its process stays, its memory goes.",
+    "unload": "Drain a model and end its process.",
+    "pin": "Keep a model from being evicted for another.",
+    "unpin": "Let a model be evicted again.",
+}
+
+
 def _ask(verb: str) -> Callable[..., None]:
     def command(model: str, url: UrlOption = None, key: KeyOption = None) -> None:
         body = admin("POST", f"/admin/models/{model}/{verb}", url, key)
         out.print(f"{body['model']}: {body['state']}")
 
-    command.__doc__ = f"Ask for a model to be {'put to sleep' if verb == 'sleep' else verb + 'ed'}."
+    command.__doc__ = VERBS[verb]
     return command
 
 
-for _verb in ("load", "sleep", "unload"):
+for _verb in VERBS:
     app.command(name=_verb)(_ask(_verb))

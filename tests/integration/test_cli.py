@@ -43,8 +43,11 @@ def test_sleep_and_load(fake_service: RunningService) -> None:
     wait_until(lambda: fake_service.model("small")["state"] == "ready", 30, "small is ready")
     orchestrator(fake_service, "sleep", "small")
     wait_until(lambda: fake_service.model("small")["state"] == "sleeping", 30, "small sleeps")
-    orchestrator(fake_service, "load", "small")
+    orchestrator(fake_service, "wake", "small")
     wait_until(lambda: fake_service.model("small")["state"] == "ready", 30, "small is ready again")
+    orchestrator(fake_service, "pin", "small")
+    assert "ready (pinned)" in orchestrator(fake_service, "ps")
+    orchestrator(fake_service, "unpin", "small")
     assert "not one of" in orchestrator(fake_service, "load", "nothing", code=1)
 
 

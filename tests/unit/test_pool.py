@@ -449,3 +449,16 @@ def test_a_waiting_decision_is_recorded_once() -> None:
     for _ in range(5):
         world.tick(1.0)
     assert len([r for r in world.effects.reasons("decision") if "a stays until t=60.0 s" in r]) == 1
+
+
+def test_an_admins_pin_keeps_a_model_until_it_is_taken_off() -> None:
+    world = World({"a": 80, "b": 80})
+    world.bring_up("a")
+    assert world.pool.ask_pin("a", True, world.now) is S.READY
+    world.demand("b1", "b")
+    assert isinstance(world.error("b1"), CapacityPinned)
+    assert next(s for s in world.pool.status(world.now) if s.model == "a").pinned
+    world.pool.ask_pin("a", False, world.now)
+    world.demand("b2", "b")
+    world.run()
+    assert world.placed_on("b2").model == "b"
