@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from model_pool.effects import (
     Effects,
     HostRef,
@@ -14,7 +12,7 @@ from model_pool.effects import (
     RoutingTable,
 )
 from model_pool.ledger import Ledger
-from model_pool.slot import PoolSettings, Slot
+from model_pool.slot import Fleet, PoolSettings, Slot
 from model_pool.states import MODEL_EDGES, ON_THE_WAY
 from model_pool.tickets import Ticket, TicketDesk
 from policies.errors import DoesNotFit, LoadFailed, OrchestratorError
@@ -28,9 +26,9 @@ class Lifecycle:
     """Moves slots. Says how; when and why is the pool's business."""
 
     def __init__(
-        self, slots: Mapping[str, Slot], ledger: Ledger, desk: TicketDesk, effects: Effects, settings: PoolSettings
+        self, fleet: Fleet, ledger: Ledger, desk: TicketDesk, effects: Effects, settings: PoolSettings
     ) -> None:
-        self._slots = slots
+        self._fleet = fleet
         self._ledger = ledger
         self._desk = desk
         self._effects = effects
@@ -78,7 +76,10 @@ class Lifecycle:
             self._publish()
 
     def _publish(self) -> None:
-        entries = {s.name: (RoutingEntry(s.ref, s.state),) for s in self._slots.values() if s.state is _S.READY}
+        entries: dict[str, tuple[RoutingEntry, ...]] = {}
+        for slot in self._fleet:
+            if slot.state is _S.READY:
+                entries[slot.name] = (*entries.get(slot.name, ()), RoutingEntry(slot.ref, slot.state))
         self.table = RoutingTable(self.table.version + 1, entries)
         self._effects.publish(self.table)
 
@@ -125,7 +126,7 @@ class Lifecycle:
         slot.failures, slot.cooldown_until, slot.cause = 0, 0.0, None
         reason = f"up after {now - slot.asked_at:.1f} s, holds {measured} bytes"
         self._move(slot, _S.READY, reason, now)
-        for other in self._slots.values():
+        for other in self._fleet:
             if other.evicted_for == slot.name:
                 other.evicted_for = None
         self.serve(slot, now)
@@ -224,8 +225,9 @@ class Lifecycle:
         slot.cause = LoadFailed(f"{said} (failure {slot.failures}, next try in {seconds:.1f} s)")
         slot.committed = False
         slot.wanted_since = None
-        self.reject_all(slot, self.cached_cause(slot, now), now)
-        for other in self._slots.values():
+        if not self._fleet.up(slot.name):  # else another host of the model serves them
+            self.reject_all(slot, self.cached_cause(slot, now), now)
+        for other in self._fleet:
             if other.evicted_for == slot.name:
                 other.evicted_for = None
                 other.restore = True
@@ -270,6 +272,9 @@ class Lifecycle:
             self.start(slot, slot.device, f"lost while {was} ({count}): load again", now)
         else:
             self._move(slot, _S.COLD, f"lost while {was} ({count}), not needed now", now)
+        for sibling in self._fleet.of(slot.name):
+            if sibling.state is _S.READY:
+                self.serve(sibling, now)
 
     def reject_all(self, slot: Slot, error: OrchestratorError, now: float) -> None:
         for ticket in self._desk.queue(slot.name, now):

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from model_pool.effects import Effects, HostRef, HostReport, ModelSpec, ModelStatus, RoutingTable
 from model_pool.ledger import DeviceBooks, Ledger
 from model_pool.lifecycle import Lifecycle
-from model_pool.slot import PoolSettings, Slot
-from model_pool.states import ON_THE_WAY, STARTABLE
+from model_pool.slot import Fleet, PoolSettings, Slot
+from model_pool.states import NEAREST_FIRST, ON_THE_WAY, STARTABLE
 from model_pool.tickets import Ticket, TicketDesk
 from model_pool.views import Views
 from policies.errors import (
@@ -36,7 +36,7 @@ class Pool:
     """The single writer of residency.
 
     Args:
-        specs: the configured models; one host each.
+        specs: the configured models, each with its number of hosts.
         devices: device → budget, bytes.
         policy: decides per device (policies.residency).
         effects: how the pool acts; see model_pool.effects.
@@ -56,17 +56,12 @@ class Pool:
         self._devices = dict(devices)
         self._policy = policy
         self._effects = effects
-        self._slots = {
-            spec.name: Slot(
-                spec, HostRef(spec.name, 0, self._settings.first_epoch), residual_bytes=spec.residual_estimate_bytes
-            )
-            for spec in specs
-        }
+        self._fleet = Fleet(specs, self._settings.first_epoch)
         self._strangers: set[HostRef] = set()
         self._ledger = Ledger(devices)
-        self._desk = TicketDesk(self._slots, self._settings.aging_seconds)
-        self._life = Lifecycle(self._slots, self._ledger, self._desk, effects, self._settings)
-        self._views = Views(self._slots, self._ledger, self._desk, self._settings)
+        self._desk = TicketDesk(self._fleet.models, self._settings.aging_seconds)
+        self._life = Lifecycle(self._fleet, self._ledger, self._desk, effects, self._settings)
+        self._views = Views(self._fleet, self._ledger, self._desk, self._settings)
 
     # --- requests
 
@@ -74,21 +69,22 @@ class Pool:
         """A request wants this model. Answered by one resolve or reject; a known ticket id changes nothing."""
         if self._desk.knows(ticket_id):
             return
-        slot = self._slots.get(model)
-        if slot is None:
-            known = ", ".join(sorted(self._slots)) or "none"
-            self._effects.reject(ticket_id, ModelNotFound(f"model {model!r} is not one of {known}", param="model"))
+        slots = self._fleet.of(model)
+        if not slots:
+            self._effects.reject(ticket_id, self._unknown(model))
             return
-        self._life.thaw(slot, now)
+        for slot in slots:
+            self._life.thaw(slot, now)
         ticket = Ticket(ticket_id, model, arrival, deadline, tier)
-        refusal = self._refusal(slot, now)
+        refusal = self._refusal(slots, now)
+        ready = [slot for slot in slots if slot.state is _S.READY]
         if refusal is not None:
-            self._life.reject(slot, ticket_id, refusal, now)
-        elif slot.state is _S.READY:
-            self._life.place(slot, ticket, now)
+            self._life.reject(slots[0], ticket_id, refusal, now)
+        elif ready:
+            self._life.place(min(ready, key=lambda slot: self._views.in_flight(slot, now)), ticket, now)
         else:
             self._desk.add(ticket)
-            if slot.state in STARTABLE:
+            if any(slot.state in STARTABLE for slot in slots):
                 self._replan(now)
 
     def on_abandoned(self, ticket_id: str, now: float) -> None:
@@ -185,7 +181,7 @@ class Pool:
 
     def on_adopted(self, ref: HostRef, report: HostReport, now: float, device: str | None = None) -> None:
         """A restarted controller found a living host. ``device``: where it runs; may be omitted if there is one."""
-        slot = self._slots.get(ref.model)
+        slot = self._fleet.at(ref.name)
         device = device or next(iter(self._devices))
         if slot is not None and slot.state is _S.COLD and not self._ledger.has(ref.name):
             self._life.adopt(slot, ref, report, device, now)
@@ -198,7 +194,7 @@ class Pool:
     def on_tick(self, now: float) -> None:
         """Deadlines, expired placements, stuck steps, cooldowns, idle restarts; then plan again."""
         self._desk.expire(now)
-        for slot in self._slots.values():
+        for slot in self._fleet:
             self._check_stuck(slot, now)
             self._life.thaw(slot, now)
             idle = slot.state is _S.READY and self._views.in_flight(slot, now) == 0
@@ -210,7 +206,7 @@ class Pool:
         self._replan(now)
         retry = self._settings.retry_after_seconds
         for ticket in self._desk.overdue(now):
-            slot = self._slots[ticket.model]
+            slot = self._fleet.of(ticket.model)[0]
             waited = f"waited {now - ticket.arrival:.1f} s; {self._views.waiting_for(slot, now)}"
             self._life.reject(slot, ticket.ticket_id, ModelLoading(waited, retry_after_seconds=retry), now)
 
@@ -218,47 +214,38 @@ class Pool:
 
     def ask_sleep(self, model: str, now: float) -> ModelState:
         """Put a READY model to sleep, dwell or not; others stay as they are. The state it is in then."""
-        slot = self._named(model)
-        slot.restore, slot.wanted_since = False, None
-        if slot.state is _S.READY:
-            self._life.evict(slot, f"sleep asked by admin, {slot.in_flight} in flight", now, unload=False)
-            self._replan(now)
-        slot.evicted_for = None
-        return slot.state
+        return self._put_down(model, now, (_S.READY,), "sleep")
 
     def ask_unload(self, model: str, now: float) -> ModelState:
         """End the process of a READY or SLEEPING model. The state it is in then."""
-        slot = self._named(model)
-        slot.restore, slot.wanted_since = False, None
-        if slot.state in (_S.READY, _S.SLEEPING):
-            self._life.evict(slot, f"unload asked by admin, {slot.in_flight} in flight", now, unload=True)
-            self._replan(now)
-        slot.evicted_for = None
-        return slot.state
+        return self._put_down(model, now, (_S.READY, _S.SLEEPING), "unload")
 
     def ask_load(self, model: str, now: float) -> ModelState:
         """Make a model READY without a request; cuts a cooldown short. The state it is in then."""
-        slot = self._named(model)
-        slot.cooldown_until = min(slot.cooldown_until, now)
-        self._life.thaw(slot, now)
-        if slot.state is not _S.READY and slot.state not in ON_THE_WAY:
-            slot.wanted_since = now if slot.wanted_since is None else slot.wanted_since
+        slots = self._named(model)
+        for slot in slots:
+            slot.cooldown_until = min(slot.cooldown_until, now)
+            self._life.thaw(slot, now)
+        if not self._fleet.up(model):
+            for slot in slots:
+                slot.wanted_since = now if slot.wanted_since is None else slot.wanted_since
             self._replan(now)
-        return slot.state
+        return self._best_state(slots)
 
     def ask_pin(self, model: str, pinned: bool, now: float) -> ModelState:
         """Keep a model from being evicted for another, or no longer; lasts as long as this pool. Its state."""
-        slot = self._named(model)
-        if slot.pinned != pinned:
-            slot.pinned = pinned
-            self._life.note(slot, "decision", f"{'pinned' if pinned else 'unpinned'} by admin", now)
-            self._replan(now)
-        return slot.state
+        slots = self._named(model)
+        for slot in slots:
+            if slot.pinned != pinned:
+                slot.pinned = pinned
+                self._life.note(slot, "decision", f"{'pinned' if pinned else 'unpinned'} by admin", now)
+        self._replan(now)
+        return self._best_state(slots)
 
     # --- reads
 
     def status(self, now: float) -> tuple[ModelStatus, ...]:
-        return tuple(self._views.status(slot, now) for slot in self._slots.values())
+        return tuple(self._views.status(slot, now) for slot in self._fleet)
 
     def routing_table(self) -> RoutingTable:
         return self._life.table
@@ -272,14 +259,17 @@ class Pool:
         """Ask the policy for each device and do what it says."""
         for device, demand in self._views.demand(now).items():
             plan = self._policy.plan(self._views.pool(device, demand, now))
+            hosts = {wanted.model: wanted.host for wanted in demand}
             for action in plan.actions:
-                self._do(action, device, now)
-            # Nobody may be kept waiting by a model that only comes back because a load failed.
+                slot = self._fleet.at(hosts[action.model])
+                assert slot is not None
+                self._do(action, slot, device, now)
+            # Nobody may be kept waiting by a model that only comes back because a load failed, or by a second host.
             if all(action.kind in (ActionKind.START, ActionKind.REFUSE) for action in plan.actions):
                 self._restore(device, now)
+                self._spread(device, now)
 
-    def _do(self, action: Action, device: str, now: float) -> None:
-        slot = self._slots[action.model]
+    def _do(self, action: Action, slot: Slot, device: str, now: float) -> None:
         if action.kind is ActionKind.START:
             self._life.start(slot, device, action.reason, now)
         elif action.kind is ActionKind.WAIT:
@@ -288,7 +278,8 @@ class Pool:
             self._refuse(slot, action.reason, now)
         else:
             slot.committed, slot.device = True, device
-            victim = next(s for s in self._slots.values() if s.ref.name == action.host)
+            victim = self._fleet.at(action.host or "")
+            assert victim is not None
             unload = action.kind is ActionKind.UNLOAD
             self._life.evict(victim, action.reason, now, unload=unload, target=slot.name)
 
@@ -306,7 +297,7 @@ class Pool:
 
     def _restore(self, device: str, now: float) -> None:
         """Bring back what was evicted for a model that then failed, as far as it fits."""
-        for slot in self._slots.values():
+        for slot in self._fleet:
             if not (slot.restore and slot.device == device and slot.state in STARTABLE) or slot.cooling(now):
                 continue
             extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
@@ -315,11 +306,26 @@ class Pool:
                 reason = f"restored: needs {extra} more bytes, {free} free on {device}"
                 self._life.start(slot, device, reason, now)
 
-    def _refusal(self, slot: Slot, now: float) -> OrchestratorError | None:
+    def _spread(self, device: str, now: float) -> None:
+        """Start further hosts of models that are up, as far as bytes are to spare: they evict nobody."""
+        for slot in self._fleet:
+            if slot.ref.number == 0 or slot.state not in STARTABLE or slot.cooling(now):
+                continue
+            siblings = self._fleet.of(slot.name)
+            if not any(s.state is _S.READY for s in siblings) or self._views.device_for(slot, {}) != device:
+                continue
+            extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
+            free = self._ledger.free_bytes(device)
+            if extra <= free:
+                reason = f"host {slot.ref.number + 1} of {len(siblings)}: needs {extra} more bytes, {free} free"
+                self._life.start(slot, device, reason, now)
+
+    def _refusal(self, slots: Sequence[Slot], now: float) -> OrchestratorError | None:
         """Why a new request cannot even wait."""
-        if slot.state is _S.READY:
-            return None
-        if slot.cooling(now) or slot.state is _S.FAILED:
+        slot = slots[0]
+        if self._fleet.up(slot.name):
+            return self._queue_full(slot) if all(s.state is not _S.READY for s in slots) else None
+        if all(s.cooling(now) or s.state is _S.FAILED for s in slots):
             return self._life.cached_cause(slot, now)
         largest = max(self._devices.values())
         if slot.need_bytes > largest:
@@ -327,6 +333,9 @@ class Pool:
                 f"{slot.name} needs {slot.need_bytes} bytes, the largest device has a budget of {largest}: "
                 f"raise it or configure a smaller model"
             )
+        return self._queue_full(slot)
+
+    def _queue_full(self, slot: Slot) -> QueueFull | None:
         waiting = self._desk.waiting(slot.name)
         if waiting >= slot.spec.max_waiting:
             retry = self._settings.retry_after_seconds
@@ -336,13 +345,36 @@ class Pool:
 
     # --- helpers
 
-    def _named(self, model: str) -> Slot:
-        if model not in self._slots:
-            raise ModelNotFound(f"model {model!r} is not one of {', '.join(sorted(self._slots))}", param="model")
-        return self._slots[model]
+    def _put_down(self, model: str, now: float, states: tuple[ModelState, ...], verb: str) -> ModelState:
+        """Evict every host of a model that is in one of these states, and forget why it should come back."""
+        slots = self._named(model)
+        for slot in slots:
+            slot.restore, slot.wanted_since = False, None
+            if slot.state in states:
+                reason = f"{verb} asked by admin, {slot.in_flight} in flight"
+                self._life.evict(slot, reason, now, unload=verb == "unload")
+        self._replan(now)
+        for slot in slots:
+            slot.evicted_for = None
+        return self._best_state(slots)
+
+    @staticmethod
+    def _best_state(slots: Sequence[Slot]) -> ModelState:
+        """A model's state: that of its host which is nearest to serving."""
+        return min((slot.state for slot in slots), key=NEAREST_FIRST.index)
+
+    def _unknown(self, model: str) -> ModelNotFound:
+        known = ", ".join(sorted(self._fleet.models)) or "none"
+        return ModelNotFound(f"model {model!r} is not one of {known}", param="model")
+
+    def _named(self, model: str) -> tuple[Slot, ...]:
+        slots = self._fleet.of(model)
+        if not slots:
+            raise self._unknown(model)
+        return slots
 
     def _at(self, ref: HostRef) -> Slot | None:
-        slot = self._slots.get(ref.model)
+        slot = self._fleet.at(ref.name)
         return slot if slot is not None and slot.ref == ref else None
 
     def _expect(self, ref: HostRef, event: str, now: float, *states: ModelState) -> Slot | None:
@@ -350,7 +382,7 @@ class Pool:
         slot = self._at(ref)
         if slot is not None and slot.state in states:
             return slot
-        if (slot := self._slots.get(ref.model)) is not None:
+        if (slot := self._fleet.at(ref.name)) is not None:
             reason = f"{event}, epoch {ref.epoch}; now {slot.state}, epoch {slot.ref.epoch}"
             self._life.note(slot, "ignored", reason, now)
         return None

@@ -1,10 +1,12 @@
-"""Owns the mutable record of one configured model and its host, and the settings of the pool."""
+"""Owns the mutable records: one slot per host that may be, the fleet of all of them, and the settings of the pool."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from model_pool.effects import HostRef, ModelSpec
+from model_pool.states import ON_THE_WAY
 from policies.errors import LoadFailed
 from policies.types import ModelState, Tier
 
@@ -27,7 +29,7 @@ class PoolSettings:
 
 @dataclass(slots=True)
 class Slot:
-    """One model. Only Lifecycle changes its state."""
+    """One host of a model. Only Lifecycle changes its state."""
 
     spec: ModelSpec
     ref: HostRef
@@ -73,3 +75,35 @@ class Slot:
 
     def cooling(self, now: float) -> bool:
         return now < self.cooldown_until
+
+
+class Fleet:
+    """All slots: by host name, and by model in the order of their numbers."""
+
+    def __init__(self, specs: Sequence[ModelSpec], first_epoch: int) -> None:
+        self._by_model: dict[str, tuple[Slot, ...]] = {
+            spec.name: tuple(
+                Slot(spec, HostRef(spec.name, number, first_epoch), residual_bytes=spec.residual_estimate_bytes)
+                for number in range(spec.replicas)
+            )
+            for spec in specs
+        }
+        self._by_host = {slot.ref.name: slot for slots in self._by_model.values() for slot in slots}
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._by_host.values())
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(self._by_model)
+
+    def of(self, model: str) -> tuple[Slot, ...]:
+        """The slots of a model; none for an unknown one."""
+        return self._by_model.get(model, ())
+
+    def at(self, host: str) -> Slot | None:
+        return self._by_host.get(host)
+
+    def up(self, model: str) -> bool:
+        """Is a host of this model ready, or about to be?"""
+        return any(slot.state is ModelState.READY or slot.state in ON_THE_WAY for slot in self.of(model))

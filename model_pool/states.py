@@ -24,3 +24,7 @@ MODEL_EDGES: Mapping[ModelState, frozenset[ModelState]] = {
 HAS_PROCESS = frozenset(ModelState) - {_S.COLD, _S.FAILED, _S.LOST}
 ON_THE_WAY = frozenset({_S.LOADING, _S.WARMING, _S.WAKING})  # becomes READY without a new decision
 STARTABLE = frozenset({_S.COLD, _S.SLEEPING})
+# A model's state is that of its host which is nearest to serving.
+NEAREST_FIRST = (
+    _S.READY, _S.WARMING, _S.WAKING, _S.LOADING, _S.DRAINING, _S.SLEEPING, _S.UNLOADING, _S.LOST, _S.COLD, _S.FAILED,
+)  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from model_pool.effects import ModelStatus
 from model_pool.ledger import Ledger
-from model_pool.slot import PoolSettings, Slot
+from model_pool.slot import Fleet, PoolSettings, Slot
 from model_pool.states import STARTABLE
 from model_pool.tickets import TicketDesk
 from policies.ordering import tier_then_arrival
@@ -16,8 +16,8 @@ from policies.types import DemandView, HostView, ModelState, PoolView, Tier
 class Views:
     """Reads slots, ledger and tickets; changes nothing."""
 
-    def __init__(self, slots: Mapping[str, Slot], ledger: Ledger, desk: TicketDesk, settings: PoolSettings) -> None:
-        self._slots = slots
+    def __init__(self, fleet: Fleet, ledger: Ledger, desk: TicketDesk, settings: PoolSettings) -> None:
+        self._fleet = fleet
         self._ledger = ledger
         self._desk = desk
         self._devices = ledger.devices
@@ -28,7 +28,7 @@ class Views:
         return slot.in_flight + len(self._desk.unredeemed(slot.ref, now))
 
     def pool(self, device: str, demand: Iterable[DemandView], now: float) -> PoolView:
-        hosts = (self._host(slot, now) for slot in self._slots.values() if self._is_on(slot, device))
+        hosts = (self._host(slot, now) for slot in self._fleet if self._is_on(slot, device))
         budget = self._ledger.budget_bytes(device)
         return PoolView(
             now=now,
@@ -42,13 +42,15 @@ class Views:
 
     def demand(self, now: float) -> dict[str, list[DemandView]]:
         """Actionable demand by device, each model on one device."""
-        wanted = [d for slot in self._slots.values() if (d := self._demand(slot, now)) is not None]
+        wanted = [d for model in self._fleet.models if (d := self._demand(model, now)) is not None]
         wanted.sort(key=lambda d: (not d.committed, self._rank(d, now)))
         claimed_bytes = dict.fromkeys(self._devices, 0)
         by_device: dict[str, list[DemandView]] = {device: [] for device in self._devices}
         for demand in wanted:
-            device = self._device_for(self._slots[demand.model], claimed_bytes)
-            claimed_bytes[device] += demand.need_bytes - self._ledger.held_bytes(self._slots[demand.model].ref.name)
+            slot = self._fleet.at(demand.host)
+            assert slot is not None
+            device = self.device_for(slot, claimed_bytes)
+            claimed_bytes[device] += demand.need_bytes - self._ledger.held_bytes(demand.host)
             by_device[device].append(demand)
         return by_device
 
@@ -56,7 +58,7 @@ class Views:
         """What this model could ever have on a device while the pinned models stay."""
         pinned = sum(
             self._ledger.held_bytes(other.ref.name)
-            for other in self._slots.values()
+            for other in self._fleet
             if other is not slot and other.pinned and self._is_on(other, device)
         )
         return self._ledger.budget_bytes(device) - pinned
@@ -73,7 +75,7 @@ class Views:
             memory_bytes=self._ledger.held_bytes(slot.ref.name),
             residual_bytes=slot.residual_bytes,
             in_flight=self.in_flight(slot, now),
-            waiting=self._desk.waiting(slot.name),
+            waiting=self._desk.waiting(slot.name) if slot.ref.number == 0 else 0,  # said once per model
             last_used=slot.last_used,
             cause=slot.cause.message if slot.cause else None,
             host=slot.ref.name,
@@ -102,11 +104,12 @@ class Views:
     def _goes_whole(slot: Slot) -> bool:
         return slot.state is ModelState.DRAINING and slot.unload_after
 
-    def _demand(self, slot: Slot, now: float) -> DemandView | None:
-        """None when nobody wants it, or nothing can be done for it in this state."""
-        queue = self._desk.queue(slot.name, now)
-        if slot.state not in STARTABLE or slot.cooling(now):
+    def _demand(self, model: str, now: float) -> DemandView | None:
+        """None when nobody wants it, a host is up or on its way, or nothing can be done for it now."""
+        slot = self._next_host(model, now)
+        if slot is None or self._fleet.up(model):
             return None
+        queue = self._desk.queue(model, now)
         arrivals = [ticket.arrival for ticket in queue]
         if slot.wanted_since is not None:
             arrivals.append(slot.wanted_since)
@@ -119,15 +122,21 @@ class Views:
             best_tier=min((ticket.tier for ticket in queue), default=Tier.STANDARD),
             waiting=len(queue),
             committed=slot.committed,
+            host=slot.ref.name,
         )
 
-    def _device_for(self, slot: Slot, claimed_bytes: Mapping[str, int]) -> str:
+    def _next_host(self, model: str, now: float) -> Slot | None:
+        """The host to start for a model: the one room is being made for, else one asleep, else a cold one."""
+        able = [slot for slot in self._fleet.of(model) if slot.state in STARTABLE and not slot.cooling(now)]
+        return min(able, key=lambda s: (not s.committed, s.state is ModelState.COLD, s.ref.number), default=None)
+
+    def device_for(self, slot: Slot, claimed_bytes: Mapping[str, int]) -> str:
         """A living or committed host stays where it is; others go where there is room, or could be."""
         if slot.device is not None and (slot.state is not ModelState.COLD or slot.committed):
             return slot.device
 
         def worth(device: str) -> tuple[bool, bool, int]:
-            free = self._ledger.free_bytes(device) - claimed_bytes[device]
+            free = self._ledger.free_bytes(device) - claimed_bytes.get(device, 0)
             return free >= slot.need_bytes, self.reachable_bytes(slot, device) >= slot.need_bytes, free
 
         return max(self._devices, key=worth)

@@ -93,7 +93,7 @@ class Lru:
         pinned = sum(_kept_bytes(host) for host in view.hosts if host.pinned and host.model != demand.model)
         if demand.need_bytes + pinned > view.budget_bytes:
             return [Action(ActionKind.REFUSE, demand.model, _refusal(view, demand, pinned))]
-        own = sum(host.residual_bytes for host in view.hosts if host.model == demand.model)
+        own = sum(host.residual_bytes for host in view.hosts if _is_for(host, demand))
         extra = demand.need_bytes - own
         if extra <= min(room.free, room.spare):
             reason = (
@@ -124,6 +124,10 @@ class Lru:
         if shortage > 0:
             said += f": short by {shortage}, {_why_not(view, others)}"
         return [Action(ActionKind.WAIT, demand.model, said)]
+
+
+def _is_for(host: HostView, demand: DemandView) -> bool:
+    return host.host == demand.host if demand.host else host.model == demand.model
 
 
 def _kept_bytes(host: HostView) -> int:

@@ -91,6 +91,7 @@ class DemandView:
     best_tier: Tier
     waiting: int
     committed: bool = False  # room is already being made for it: it owns the next bytes freed
+    host: str = ""  # which of the model's hosts is to be started; "": the model has one
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from model_pool.effects import (
     HostRef,
     HostReport,
     ModelSpec,
+    ModelStatus,
     Placement,
     PoolEvent,
     RoutingTable,
@@ -92,6 +93,7 @@ class World:
         residual: int = 10,
         pinned: tuple[str, ...] = (),
         max_waiting: int = 1000,
+        replicas: dict[str, int] | None = None,
         **settings: float,
     ) -> None:
         devices = {"d0": budgets} if isinstance(budgets, int) else budgets
@@ -103,6 +105,7 @@ class World:
                 pinned=name in pinned,
                 load_timeout_seconds=100.0,
                 max_waiting=max_waiting,
+                replicas=(replicas or {}).get(name, 1),
             )
             for name, size in sizes.items()
         ]
@@ -177,8 +180,8 @@ class World:
         else:
             self.pool.on_failed(call.ref, error, self.now)
 
-    def lose(self, model: str, cause: str = "killed") -> None:
-        ref = self.ref(model)
+    def lose(self, model: str, number: int = 0, cause: str = "killed") -> None:
+        ref = self.ref(model, number)
         self.effects.pending = [call for call in self.effects.pending if call.ref != ref]
         self.pool.on_lost(ref, cause, self.now)
 
@@ -206,14 +209,14 @@ class World:
 
     # --- reads
 
-    def status(self, model: str):
-        return next(status for status in self.pool.status(self.now) if status.model == model)
+    def status(self, model: str, number: int = 0) -> ModelStatus:
+        return next(status for status in self.pool.status(self.now) if status.host == f"host:{model}:{number}")
 
-    def state(self, model: str) -> ModelState:
-        return self.status(model).state
+    def state(self, model: str, number: int = 0) -> ModelState:
+        return self.status(model, number).state
 
-    def ref(self, model: str) -> HostRef:
-        return HostRef(model, 0, self.status(model).epoch)
+    def ref(self, model: str, number: int = 0) -> HostRef:
+        return HostRef(model, number, self.status(model, number).epoch)
 
     def placed_on(self, ticket_id: str) -> HostRef:
         (placement,) = self.effects.resolved[ticket_id]

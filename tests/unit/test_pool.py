@@ -280,7 +280,7 @@ def test_three_losses_in_the_window_are_a_failure() -> None:
         world.run()
         assert world.state("a") is S.READY
     world.demand("t1", "a")
-    world.lose("a", "signal 9")
+    world.lose("a", cause="signal 9")
     assert world.state("a") is S.FAILED
     assert "3 losses in 300 s" in world.error("t1").message
     assert "signal 9" in world.error("t1").message
@@ -462,3 +462,77 @@ def test_an_admins_pin_keeps_a_model_until_it_is_taken_off() -> None:
     world.demand("b2", "b")
     world.run()
     assert world.placed_on("b2").model == "b"
+
+
+# --- several hosts of a model
+
+
+def test_further_hosts_start_when_bytes_are_to_spare_and_all_are_routed_to() -> None:
+    world = World({"a": 30}, 100, replicas={"a": 4})
+    world.bring_up("a")
+    world.run()
+    hosts = {entry.host.name for entry in world.pool.routing_table().entries["a"]}
+    assert hosts == {"host:a:0", "host:a:1", "host:a:2"}  # the fourth would take 120 of 100 bytes
+    assert world.state("a", 3) is S.COLD
+
+
+def test_a_further_host_evicts_nobody_and_gives_way() -> None:
+    world = World({"a": 40, "b": 50}, 100, replicas={"a": 2})
+    world.bring_up("b")
+    world.bring_up("a")
+    world.run()
+    assert (world.state("b"), world.state("a", 1)) == (S.READY, S.COLD)
+    world.pool.ask_unload("b", world.now)
+    world.run()
+    assert world.state("a", 1) is S.READY  # now there is room
+    world.bring_up("b")
+    assert world.state("b") is S.READY
+    assert [world.state("a", n) for n in (0, 1)].count(S.READY) == 1
+
+
+def test_tickets_go_to_the_host_with_the_fewest_in_flight() -> None:
+    world = World({"a": 30}, 100, replicas={"a": 2})
+    world.bring_up("a")
+    world.run()
+    for number, in_flight in ((0, 3), (1, 1)):
+        world.pool.on_report(world.ref("a", number), world.report("a", S.READY, in_flight), world.now)
+    for ticket in ("t1", "t2", "t3"):
+        world.demand(ticket, "a")
+    assert [world.placed_on(t).number for t in ("t1", "t2", "t3")] == [1, 1, 0]
+
+
+def test_a_lost_hosts_tickets_go_to_its_sibling_at_once() -> None:
+    world = World({"a": 30}, 100, replicas={"a": 2})
+    world.bring_up("a")
+    world.run()
+    world.pool.on_report(world.ref("a", 0), world.report("a", S.READY, 5), world.now)
+    world.demand("t", "a")
+    assert world.placed_on("t").number == 1
+    world.lose("a", 1)
+    assert [placement.host.number for placement in world.effects.resolved["t"]] == [1, 0]
+    world.run()
+    assert world.state("a", 1) is S.READY  # loaded again
+
+
+def test_a_further_host_that_fails_harms_nobody() -> None:
+    world = World({"a": 30}, 100, replicas={"a": 2})
+    world.demand("t1", "a")
+    world.answer("start", "a")
+    assert world.state("a", 1) is S.LOADING
+    world.fail("start", "a")
+    assert world.state("a", 1) is S.FAILED
+    world.demand("t2", "a")
+    assert {world.placed_on(t).number for t in ("t1", "t2")} == {0}
+    assert not world.effects.rejected
+
+
+def test_sleep_and_load_by_an_admin_mean_the_whole_model() -> None:
+    world = World({"a": 30}, 100, replicas={"a": 2})
+    world.bring_up("a")
+    world.run()
+    assert world.pool.ask_sleep("a", world.now) is S.DRAINING
+    world.run()
+    assert [world.state("a", n) for n in (0, 1)] == [S.SLEEPING, S.SLEEPING]
+    world.pool.ask_load("a", world.now)
+    world.run()
+    assert [world.state("a", n) for n in (0, 1)] == [S.READY, S.READY]

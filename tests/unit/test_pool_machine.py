@@ -16,6 +16,8 @@ from tests.unit.fake_effects import FAR, Call, World
 
 S = ModelState
 SIZES = {"a": 40, "b": 60, "c": 80, "d": 96, "pin": 30, "small": 12}
+REPLICAS = {"small": 3, "a": 2}
+HOSTS = st.sampled_from([(model, number) for model in sorted(SIZES) for number in range(REPLICAS.get(model, 1))])
 BUDGETS = {"d0": 100, "d1": 64}
 MODELS = st.sampled_from(sorted(SIZES))
 INDEX = st.integers(0, 50)
@@ -35,12 +37,13 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(
-            SIZES, BUDGETS, residual=5, pinned=("pin",), max_waiting=6, min_resident_seconds=5.0, cooldown_seconds=4.0
-        )
+            SIZES, BUDGETS, residual=5, pinned=("pin",), max_waiting=6, replicas=REPLICAS,
+            min_resident_seconds=5.0, cooldown_seconds=4.0,
+        )  # fmt: skip
         self.pool, self.effects = self.world.pool, self.world.effects
         self.asked: dict[str, Asked] = {}
         self.answered: dict[str, int] = {}
-        self.states = dict.fromkeys(SIZES, S.COLD)
+        self.states: dict[str, ModelState] = {}  # by host
         self.seen_events = self.seen_calls = 0
         self.physical: dict[str, tuple[str, int]] = {}  # host → device, bytes its process really holds
         self.home: dict[HostRef, str] = {}
@@ -101,7 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
     def say_again(self, index: int) -> None:
         """An outcome comes twice, or late: it must not be believed unless it is awaited."""
         call = self.effects.calls[index % len(self.effects.calls)]
-        if call not in self.effects.pending and call.ref != self.world.ref(call.ref.model):
+        if call not in self.effects.pending and call.ref != self.world.ref(call.ref.model, call.ref.number):
             self.effects.pending.append(call)
             self.world.deliver(call)
 
@@ -109,22 +112,23 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(index=INDEX)
     def die(self, index: int) -> None:
         name = sorted(self.physical)[index % len(self.physical)]
-        model = name.split(":")[1]
-        ref = self.world.ref(model)
+        _, model, number = name.split(":")
+        ref = self.world.ref(model, int(number))
         for ticket_id, placements in self.effects.resolved.items():
             asked = self.asked[ticket_id]
             asked.may_be_answered |= placements[-1].host == ref and not asked.gone
         del self.physical[name]
-        self.world.lose(model)
+        self.world.lose(model, int(number))
 
-    @rule(model=MODELS, in_flight=st.integers(0, 3), drift=st.sampled_from([0, 0, 0, 3, -3, 60]))
-    def report(self, model: str, in_flight: int, drift: int) -> None:
-        state = self.world.state(model)
+    @rule(host=HOSTS, in_flight=st.integers(0, 3), drift=st.sampled_from([0, 0, 0, 3, -3, 60]))
+    def report(self, host: tuple[str, int], in_flight: int, drift: int) -> None:
+        model, number = host
+        state = self.world.state(model, number)
         if state in (S.READY, S.DRAINING):
             self.drifted |= drift != 0
             size = SIZES[model] + drift
             report = self.world.report(model, state, in_flight, memory_bytes=size)
-            self.pool.on_report(self.world.ref(model), report, self.world.now)
+            self.pool.on_report(self.world.ref(model, number), report, self.world.now)
 
     # --- time and admin
 
@@ -152,7 +156,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _shrink(self, call: Call) -> None:
         name = call.ref.name
-        if call.ref != self.world.ref(call.ref.model):
+        if call.ref != self.world.ref(call.ref.model, call.ref.number):
             return
         if call.verb == "unload":
             self.physical.pop(name, None)
@@ -165,8 +169,8 @@ class PoolMachine(RuleBasedStateMachine):
         for event in self.effects.events[self.seen_events :]:
             if event.kind == "transition":
                 assert event.new in MODEL_EDGES[event.old], event
-                assert event.old is self.states[event.model], event
-                self.states[event.model] = event.new
+                assert event.old is self.states.get(event.host, S.COLD), event
+                self.states[event.host] = event.new
                 assert any(char.isdigit() for char in event.reason), event
         self.seen_events = len(self.effects.events)
 
@@ -196,13 +200,14 @@ class PoolMachine(RuleBasedStateMachine):
             assert held == books.held_bytes <= books.budget_bytes, books
             real = sum(size for device, size in self.physical.values() if device == books.device)
             assert self.drifted or real <= books.budget_bytes, f"{books.device}: {real} really held"
-        ready = {m: self.world.ref(m) for m in SIZES if self.world.state(m) is S.READY}
+        statuses = self.pool.status(self.world.now)
+        ready = {s.host for s in statuses if s.state is S.READY}
         table = self.pool.routing_table()
-        assert {m: entries[0].host for m, entries in table.entries.items()} == ready
-        for status in self.pool.status(self.world.now):
-            assert status.state is self.states[status.model]
-            if status.state is S.READY:
-                assert status.waiting == 0, status
+        assert {entry.host.name for entries in table.entries.values() for entry in entries} == ready
+        up = {s.model for s in statuses if s.state is S.READY}
+        for status in statuses:
+            assert status.state is self.states.get(status.host, S.COLD)
+            assert status.model not in up or status.waiting == 0, status
 
     def teardown(self) -> None:
         """When outcomes come and time passes, nobody is left waiting and everything comes to rest."""
