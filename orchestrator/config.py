@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from policies.errors import ConfigError
@@ -38,11 +47,7 @@ def _tier(value: object) -> object:
     return value
 
 
-def _expand(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) else value
-
-
-UserPath = Annotated[Path, BeforeValidator(_expand)]
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 TierField = Annotated[Tier, BeforeValidator(_tier)]
 
 
@@ -103,6 +108,7 @@ class ModelConfig(Section):
     step_tokens: int = Field(256, ge=16, description="most tokens computed in one step")
     max_running: int = Field(16, ge=1, description="most generations in one step")
     max_waiting: int = Field(256, ge=1, description="most generations waiting in the engine, and for the model")
+    replicas: int = Field(1, ge=1, le=64, description="hosts; those after the first only when bytes are to spare")
     pinned: bool = Field(False, description="never evicted for another model")
     preload: bool = Field(False, description="loaded at start")
     chat_template: str | None = Field(None, description="jinja2 text; none: the model's own, else a plain fallback")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import hash_key, load_config
+from orchestrator.config import Config, hash_key, load_config
 from policies.errors import ConfigError
 from policies.types import Tier
 
@@ -75,3 +75,9 @@ def test_no_mapping_at_all(tmp_path: Path, text: str) -> None:
 def test_a_missing_file() -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         load_config(Path("/nonexistent.yaml"))
+
+
+def test_a_config_survives_the_way_to_a_gateway(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "state_dir: ~/state\n" + GOOD))
+    assert config.state_dir == Path.home() / "state"
+    assert Config.model_validate_json(config.model_dump_json()) == config
