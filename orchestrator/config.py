@@ -138,7 +138,7 @@ class TenantConfig(Section):
 
 class SessionConfig(Section):
     ttl_seconds: int = Field(7 * 86_400, ge=60, description="sliding; of every key of a session")
-    lease_seconds: float = Field(15.0, ge=1, description="of one turn; renewed at a third of it")
+    lease_seconds: float = Field(9.0, ge=1, description="of one turn; renewed at a third of it")
     window_items: int = Field(512, ge=2, description="newest items read for a turn")
 
 
