@@ -77,6 +77,11 @@ class Context:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
+    def generated_ids(self) -> list[int]:
+        """Wherever they were generated: here, or on a host that died."""
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
     def max_token_limit(self) -> int:
         """Most tokens this context can come to hold."""
         return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens

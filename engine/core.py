@@ -14,8 +14,18 @@ from collections.abc import Sequence
 from engine.blocks import BlockPool
 from engine.context import Context
 from engine.detokenizer import Decoder, TextStream
+from engine.logprobs import Choice, describe
 from engine.prefix import KVIdentity
-from engine.protocol import EngineLimits, EngineStats, FinishReason, GenerationRequest, LoadReport, Output, WakeReport
+from engine.protocol import (
+    EngineLimits,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    LoadReport,
+    Output,
+    SamplingParams,
+    WakeReport,
+)
 from engine.scheduler import Chunk, Scheduler, StepPlan
 from policies.errors import BadRequest, DeadlineExceeded, EngineError, HostUnavailable
 from policies.types import ContextState
@@ -51,7 +61,7 @@ class EngineCore(ABC):
         """Ask the canary prompt again; EngineError when the answer is not what it was at the load."""
 
     @abstractmethod
-    def _compute(self, chunks: Sequence[Chunk]) -> list[int | None]:
+    def _compute(self, chunks: Sequence[Chunk]) -> list[Choice | None]:
         """Run one step: the new token of each chunk that samples, in order; None where the scores were not finite."""
 
     @abstractmethod
@@ -108,7 +118,8 @@ class EngineCore(ABC):
         context = Context(request, identity.namespace(), time.monotonic())
         if context.key in self._contexts:
             raise BadRequest(f"generation {request.request_id}/{request.generation} is live already")
-        text = TextStream(self._decoder, request.prompt_token_ids, request.sampling.stop)
+        sampling = request.sampling
+        text = TextStream(self._decoder, request.prompt_token_ids, sampling.stop, sampling.min_tokens)
         text.feed(request.delivered_token_ids)  # its text went out with the tokens
         self._scheduler.add(context)
         self._contexts[context.key] = context
@@ -129,8 +140,8 @@ class EngineCore(ABC):
         """Schedule → run → commit."""
         plan = self._scheduler.schedule(time.monotonic(), time.time())
         self._scheduler.launched()
-        tokens = self._compute(plan.chunks) if plan.chunks else []
-        return self._commit(plan, tokens)
+        choices = self._compute(plan.chunks) if plan.chunks else []
+        return self._commit(plan, choices)
 
     def check(self) -> None:
         self._scheduler.check()
@@ -165,42 +176,56 @@ class EngineCore(ABC):
         for token in (min(known), max(known)):
             if not 0 <= token < self._vocabulary:
                 raise BadRequest(f"token id {token} is outside the vocabulary of {self._vocabulary}", param="messages")
-        if request.sampling.max_tokens <= len(request.delivered_token_ids):
+        self._validate_sampling(request.sampling, len(request.delivered_token_ids))
+
+    def _validate_sampling(self, sampling: SamplingParams, delivered: int) -> None:
+        if sampling.max_tokens <= delivered:
             raise BadRequest(
-                f"max_tokens {request.sampling.max_tokens} leaves nothing to generate after "
-                f"{len(request.delivered_token_ids)} delivered tokens",
+                f"max_tokens {sampling.max_tokens} leaves nothing to generate after {delivered} delivered tokens",
                 param="max_tokens",
             )
+        if sampling.min_tokens > sampling.max_tokens:
+            raise BadRequest(
+                f"min_tokens {sampling.min_tokens} is above the {sampling.max_tokens} tokens the answer may have",
+                param="min_tokens",
+            )
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < self._vocabulary:
+                raise BadRequest(
+                    f"logit_bias names token id {token}, outside the vocabulary of {self._vocabulary}",
+                    param="logit_bias",
+                )
 
-    def _commit(self, plan: StepPlan, tokens: list[int | None]) -> list[Output]:
+    def _commit(self, plan: StepPlan, choices: list[Choice | None]) -> list[Output]:
         now = time.monotonic()
         self._counts["steps"] += bool(plan.chunks)
-        sampled = list(zip((c.context for c in plan.chunks if c.samples), tokens, strict=True))
+        sampled = list(zip((c.context for c in plan.chunks if c.samples), choices, strict=True))
         outputs = [self._expired(context) for context in plan.expired]
         # failures first: a failed context's blocks must not be published
-        outputs += [self._fail(context, NOT_FINITE) for context, token in sampled if token is None]
+        outputs += [self._fail(context, NOT_FINITE) for context, choice in sampled if choice is None]
         self._scheduler.computed(plan)
-        outputs += [self._append(context, token, now) for context, token in sampled if token is not None]
+        outputs += [self._append(context, choice, now) for context, choice in sampled if choice is not None]
         return outputs
 
-    def _append(self, context: Context, token: int, now: float) -> Output:
+    def _append(self, context: Context, choice: Choice, now: float) -> Output:
         """One new token of one context: its text, and whether it was the last."""
         if context.first_token is None:
             context.first_token = now
             self._counts["prompt"] += len(context.request.prompt_token_ids)
             self._counts["cached"] += context.cached_tokens or 0
         context.last_token = now
-        context.token_ids.append(token)
+        context.token_ids.append(choice.token)
         self._counts["generated"] += 1
         try:
-            text, reason = self._say(context, token)
+            text, reason = self._say(context, choice.token)
+            logprobs = describe(self._decoder, choice)
         except Exception as error:  # noqa: BLE001 — boundary: text that cannot be made fails its own generation alone
             return self._fail(context, f"its text could not be decoded: {type(error).__name__}: {error}")
         if reason is not None:
             self._remember_session(context)
             self._scheduler.end(context, ContextState.FINISHED, now, reason)
             self._forget(context)
-        return Output(*context.key, (token,), text, reason, usage=context.usage())
+        return Output(*context.key, (choice.token,), text, reason, usage=context.usage(), logprobs=logprobs)
 
     def _remember_session(self, context: Context) -> None:
         session = context.request.session

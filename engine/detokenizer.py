@@ -17,6 +17,8 @@ class Decoder(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
+    def id_to_token(self, id: int, /) -> str | None: ...
+
 
 class IncrementalDecoder:
     """Feeds on token ids, yields text as soon as its characters are whole.
@@ -82,14 +84,17 @@ class StopStrings:
     _held: str = field(default="", init=False)
     hit: bool = field(default=False, init=False)
 
-    def feed(self, text: str) -> str:
-        """Text that is safe to send. After a hit: what came before the stop string, then nothing ever."""
+    def feed(self, text: str, armed: bool = True) -> str:
+        """Text that is safe to send. After a hit: what came before the stop string, then nothing ever.
+
+        Not ``armed``, a whole stop string is text like any other; one that only begins is held back all the same.
+        """
         if self.hit:
             return ""
         text = self._held + text
         # the one that ends first: so that the cut does not depend on how the text was split into pieces
         found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
+        if found and armed:
             self.hit, self._held = True, ""
             return text[: min(found)[1]]
         keep = max((_overlap(text, stop) for stop in self.stops), default=0)
@@ -111,14 +116,21 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """One generation's way out: decoder, then stop strings."""
+    """One generation's way out: decoder, then stop strings, which end nothing before ``min_tokens`` tokens."""
 
-    def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int], stops: tuple[str, ...]) -> None:
+    def __init__(
+        self, decoder: Decoder, prompt_token_ids: Sequence[int], stops: tuple[str, ...], min_tokens: int = 0
+    ) -> None:
         self._decoder = IncrementalDecoder(decoder, prompt_token_ids)
         self._stops = StopStrings(stops)
+        self._unarmed = min_tokens  # tokens to come before a stop string may end the generation
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        return self._stops.feed(self._decoder.feed(token_ids))
+        return "".join(map(self._feed_one, token_ids))
+
+    def _feed_one(self, token: int) -> str:
+        self._unarmed = max(0, self._unarmed - 1)
+        return self._stops.feed(self._decoder.feed([token]), armed=not self._unarmed)
 
     @property
     def stopped(self) -> bool:

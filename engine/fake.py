@@ -7,6 +7,7 @@ is bytes, its answers are words drawn from a hash of the prompt, so that equal p
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core import EngineCore
+from engine.logprobs import Choice
 from engine.protocol import EngineLimits, LoadReport
 from engine.scheduler import Chunk
 from policies.errors import LoadFailed
@@ -51,6 +53,9 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i != EOS or not skip_special_tokens).decode(errors="replace")
 
+    def id_to_token(self, id: int, /) -> str | None:
+        return f"<0x{id:02X}>"
+
 
 class FakeEngine(EngineCore):
     """See the module's text."""
@@ -84,10 +89,15 @@ class FakeEngine(EngineCore):
     def _canary(self) -> None:
         """Nothing can have changed."""
 
-    def _compute(self, chunks: Sequence[Chunk]) -> list[int | None]:
+    def _compute(self, chunks: Sequence[Chunk]) -> list[Choice | None]:
         fake = self.settings
         time.sleep(fake.step_seconds + fake.prefill_seconds_per_token * sum(c.count for c in chunks if c.count > 1))
-        return [self._next(chunk) for chunk in chunks if chunk.samples]
+        return [self._choose(chunk) for chunk in chunks if chunk.samples]
+
+    def _choose(self, chunk: Chunk) -> Choice | None:
+        token = self._next(chunk)
+        asked = chunk.context.request.sampling.logprobs
+        return token if token is None else Choice(token) if asked is None else scored(token, asked)
 
     def _next(self, chunk: Chunk) -> int | None:
         self._made += 1
@@ -98,6 +108,8 @@ class FakeEngine(EngineCore):
         if position + 1 == self.settings.nan_at_token:
             return None
         reply = reply_to(request.prompt_token_ids, self.settings.reply_words)
+        if position >= len(reply) and position < request.sampling.min_tokens:
+            reply = (reply or b" ") * (position + 1)  # once more from the start
         return reply[position] if position < len(reply) else EOS
 
     def _give_back(self) -> None:
@@ -107,6 +119,13 @@ class FakeEngine(EngineCore):
         time.sleep(self.settings.wake_seconds)
         if self.settings.wake_error:
             raise MemoryError(self.settings.wake_error)
+
+
+def scored(token: int, top: int) -> Choice:
+    """The fake's scores: half for what it says, the other half shared by all other bytes."""
+    sure, other = math.log(0.5), math.log(0.5 / (VOCABULARY - 1))
+    others = [(byte, other) for byte in range(top) if byte != token]
+    return Choice(token, sure, ((token, sure), *others)[:top])
 
 
 def reply_to(prompt_token_ids: Sequence[int], words: int) -> bytes:

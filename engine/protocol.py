@@ -21,6 +21,9 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. Noise is keyed on (seed, position), so a generation continued elsewhere from its token
     ids draws the same noise.
+
+    The scores go through, in this order: ``logit_bias``, ``repetition_penalty``, ``presence_penalty`` and
+    ``frequency_penalty``, ``min_tokens`` (all these under greedy too), temperature, ``top_k``, ``top_p``, ``min_p``.
     """
 
     max_tokens: int
@@ -29,6 +32,14 @@ class SamplingParams:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    top_k: int = 0  # only the k best tokens; 0: all
+    min_p: float = 0.0  # only tokens at least this likely, relative to the best
+    repetition_penalty: float = 1.0  # divides the scores of tokens in prompt or answer (multiplies negative ones)
+    presence_penalty: float = 0.0  # taken from the score of every token that is in the answer
+    frequency_penalty: float = 0.0  # the same, times how often it is there
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its score)
+    min_tokens: int = 0  # before so many no end token is chosen, and no stop string ends the generation
+    logprobs: int | None = None  # so many likeliest alternatives beside each token's own score; None: no scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,7 @@ class GenerationRequest:
     tenant: str
     tier: Tier = Tier.STANDARD
     session: str | None = None
+    group: str | None = None  # generations of one prompt; routed alike, so that they share its KV
     delivered_token_ids: tuple[int, ...] = ()
     arrival: float = 0.0  # wall-clock seconds of the first arrival at a gateway; kept over every retry
     deadline: float | None = None  # wall-clock seconds
@@ -65,6 +77,17 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model itself held a token to be, before any penalty, bias or temperature."""
+
+    token_id: int
+    logprob: float  # natural logarithm
+    text: str  # U+FFFD where the token is no whole character
+    raw: bytes | None  # what the token stands for; None when the tokenizer does not say
+    top: tuple[TokenLogprob, ...] = ()  # the likeliest tokens at this place, best first
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """What one step produced for one generation.
 
@@ -79,6 +102,7 @@ class Output:
     finish_reason: FinishReason | None = None
     error: OrchestratorError | None = None
     usage: Usage | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each of token_ids, where the request asked
 
     @property
     def final(self) -> bool:

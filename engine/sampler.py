@@ -6,11 +6,13 @@ parameters, the seed and the position. So it is the same in any batch, after any
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from engine.logprobs import Choice
 from engine.protocol import SamplingParams
 
 NUCLEUS_FIRST_LOOK = 1024  # sorting a whole vocabulary is slow, and the nucleus nearly always lies in the top tokens
@@ -20,7 +22,7 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     """One token per row.
 
     Args:
-        logits: ``[R, V]`` float32.
+        logits: ``[R, V]`` float32, penalties and bias applied.
         params: of each row.
         positions: index that the new token of each row will have in its context.
     """
@@ -37,18 +39,47 @@ def finite_rows(logits: torch.Tensor) -> list[bool]:
     return torch.isfinite(top).tolist()
 
 
+def with_logprobs(logits: torch.Tensor, params: Sequence[SamplingParams], tokens: Sequence[int]) -> list[Choice]:
+    """The chosen tokens, with log probabilities from the model's raw ``logits`` (float32) for rows that ask."""
+    choices = [Choice(token) for token in tokens]
+    asking = [(row, param.logprobs) for row, param in enumerate(params) if param.logprobs is not None]
+    if asking:
+        rows = [row for row, _ in asking]
+        table = torch.log_softmax(logits[rows], -1)
+        own = table[range(len(rows)), [tokens[row] for row in rows]].tolist()
+        best = table.topk(min(max(top for _, top in asking), table.shape[1]))
+        values, ids = best.values.tolist(), best.indices.tolist()
+        for at, (row, top) in enumerate(asking):
+            choices[row] = Choice(tokens[row], own[at], tuple(zip(ids[at][:top], values[at][:top], strict=True)))
+    return choices
+
+
 def _draw(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
-    candidates, scores = _nucleus(logits, params.top_p)
+    if params.top_k == 1:
+        return int(logits.argmax())  # of equal scores the same as greedy takes; topk promises no order
+    candidates, scores = _candidates(logits, params)
     noise = torch.from_numpy(gumbel(params.seed, position, logits.shape[0])).to(scores.device)
     noisy = scores + (noise if candidates is None else noise[candidates])
     best = int(noisy.argmax())
     return best if candidates is None else int(candidates[best])
 
 
-def _nucleus(logits: torch.Tensor, top_p: float) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(candidate token ids, their logits): the fewest top tokens whose probability reaches ``top_p``; at least one."""
-    if top_p >= 1:
-        return None, logits
+def _candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(candidate token ids or None for all, their logits): top_k, of those top_p, of those min_p, as transformers."""
+    ids, scores = None, logits
+    if 0 < params.top_k < logits.shape[0]:
+        scores, ids = torch.topk(logits, params.top_k)
+    if params.top_p < 1:
+        kept, scores = _nucleus(scores, params.top_p)
+        ids = kept if ids is None else ids[kept]
+    if params.min_p > 0:
+        (kept,) = torch.nonzero(scores >= scores.max() + math.log(params.min_p), as_tuple=True)
+        ids, scores = kept if ids is None else ids[kept], scores[kept]
+    return ids, scores
+
+
+def _nucleus(logits: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(places, logits): the fewest top tokens whose probability reaches ``top_p``; at least one."""
     total = torch.logsumexp(logits, -1)
     for look in (min(NUCLEUS_FIRST_LOOK, logits.shape[0]), logits.shape[0]):
         scores, ids = torch.topk(logits, look)

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from engine import canary, sampler
+from engine import canary, penalties, sampler
 from engine.canary import warm_up
 from engine.core import EngineCore
 from engine.device import ThreadGovernor
 from engine.loader import load_model
+from engine.logprobs import Choice
 from engine.protocol import EngineLimits, LoadReport
 from engine.scheduler import Chunk
 
@@ -49,19 +50,19 @@ class TorchEngine(EngineCore):
     def _canary(self) -> None:
         canary.check(self._runner, self._kv, self.limits, self._canary_tokens)
 
-    def _compute(self, chunks: Sequence[Chunk]) -> list[int | None]:
+    def _compute(self, chunks: Sequence[Chunk]) -> list[Choice | None]:
         with self._governor.step():
             logits = self._runner.run(chunks, self._kv)
         sampled = [chunk.context for chunk in chunks if chunk.samples]
         if not sampled:
             return []
         finite = sampler.finite_rows(logits)
-        tokens = sampler.sample(
-            logits.nan_to_num(0.0),
-            [context.request.sampling for context in sampled],
-            [context.num_tokens for context in sampled],
-        )
-        return [token if ok else None for token, ok in zip(tokens, finite, strict=True)]
+        logits = logits.nan_to_num(0.0)
+        params = [context.request.sampling for context in sampled]
+        scores = penalties.adjust(logits, sampled, self._eos)
+        tokens = sampler.sample(scores, params, [context.num_tokens for context in sampled])
+        choices = sampler.with_logprobs(logits, params, tokens)
+        return [choice if ok else None for choice, ok in zip(choices, finite, strict=True)]
 
     def _give_back(self) -> None:
         self._weights.sleep()

@@ -60,10 +60,14 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPicture:
-    """One model for ``ps`` and ``/metrics``."""
+    """One host of a model for ``ps`` and ``/metrics``."""
 
     status: ModelStatus
     host: HostPicture | None
+
+    @property
+    def number(self) -> int:
+        return int(self.status.host.rsplit(":", 1)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +155,8 @@ class Controller:
 
     async def picture(self) -> PoolPicture:
         await self.start()
-        pictures = {ref.model: picture for ref, picture in self._pictures.items()}
-        models = tuple(ModelPicture(s, pictures.get(s.model)) for s in self._pool.status(time.time()))
+        pictures = {(ref.name, ref.epoch): picture for ref, picture in self._pictures.items()}
+        models = tuple(ModelPicture(s, pictures.get((s.host, s.epoch))) for s in self._pool.status(time.time()))
         return PoolPicture(models, self._pool.books(), os.getpid())
 
     async def events(self, model: str | None = None, most: int = 100) -> list[PoolEvent]:

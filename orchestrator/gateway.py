@@ -113,7 +113,13 @@ class Gateway:
             lease_ttl_seconds=config.sessions.lease_seconds,
             window_items=config.sessions.window_items,
         )
-        generator = Generator(self._controller, Links(self._name), self._routes, config.http.deadline_seconds)
+        generator = Generator(
+            self._controller,
+            Links(self._name),
+            self._routes,
+            config.http.deadline_seconds,
+            lambda model: self.metrics.spills.labels(model).inc(),
+        )
         self._tokenizers = self._load_tokenizers(plan)
         runner = TurnRunner(
             self._store, generator, self._tokenizers, self._name, config.http.busy_session_seconds, self._log

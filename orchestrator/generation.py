@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from policies.errors import (
     ModelLoading,
     OrchestratorError,
 )
-from policies.routing import pick
+from policies.routing import choose
 
 RETRY_SECONDS = 0.05  # before asking again after a refusal by a host that was said to be ready
 
@@ -44,13 +44,14 @@ class Routes:
             except RayError:
                 await asyncio.sleep(0.5)
 
-    def ready_host(self, model: str, key: str) -> HostRef | None:
-        """The sticky choice among the READY hosts of a model."""
+    def ready_host(self, model: str, key: str, load: Mapping[str, int]) -> tuple[HostRef | None, bool]:
+        """The sticky choice among the READY hosts of a model, and whether it had to spill from the key's owner."""
         entries = self.table.entries.get(model, ())
         if not entries:
-            return None
+            return None, False
         by_name = {entry.host.name: entry.host for entry in entries}
-        return by_name[pick(list(by_name), key)]
+        route = choose(list(by_name), f"{model}/{key}", load)
+        return by_name[route.host], route.spilled
 
     def forget(self, ref: HostRef) -> None:
         """This host died: do not choose it again until the controller names it anew."""
@@ -79,11 +80,23 @@ class Progress:
             self.stream.fail(error)
 
 
+def _sticky_key(request: GenerationRequest) -> str:
+    return request.session or request.group or request.request_id
+
+
 class Generator:
     """Runs generations for one gateway."""
 
-    def __init__(self, controller: Any, links: Links, routes: Routes, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        controller: Any,
+        links: Links,
+        routes: Routes,
+        deadline_seconds: float,
+        spilled: Callable[[str], None] = lambda model: None,
+    ) -> None:
         self._controller = controller
+        self._spilled = spilled
         self._links = links
         self._routes = routes
         self._deadline_seconds = deadline_seconds
@@ -125,7 +138,10 @@ class Generator:
             if progress.aborted is not None:
                 raise progress.aborted
             begin = time.time()
-            ref, ticket = self._routes.ready_host(model, request.session or request.request_id), None
+            ref, spilled = self._routes.ready_host(model, _sticky_key(request), self._links.load())
+            ticket = None
+            if spilled:
+                self._spilled(model)
             if ref is None or refused:
                 progress.state = "waiting for the model"
                 placement = await self._ensure_ready(model, request, deadline)

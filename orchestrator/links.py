@@ -95,6 +95,10 @@ class HostLink:
         if not stream.ended and self.lost is None:
             self._start(self._cancel(stream.key, reason))
 
+    @property
+    def in_flight(self) -> int:
+        return len(self._streams)
+
     def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
@@ -156,6 +160,11 @@ class Links:
         if task is None or (task.done() and (task.exception() is not None or task.result().lost is not None)):
             task = self._links[ref] = start_detached(self._connect(ref))
         return await asyncio.shield(task)
+
+    def load(self) -> dict[str, int]:
+        """This gateway's generations in flight, by host name."""
+        links = (task.result() for task in self._links.values() if task.done() and task.exception() is None)
+        return {link.ref.name: link.in_flight for link in links if link.lost is None}
 
     async def _connect(self, ref: HostRef) -> HostLink:
         self._forget_lost()

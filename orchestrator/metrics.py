@@ -53,6 +53,12 @@ class GatewayMetrics:
         self.truncated_turns = Counter(
             "orchestrator_truncated_turns", "Turns whose prompt was cut", ("model",), registry=self.registry
         )
+        self.spills = Counter(
+            "orchestrator_routing_spills",
+            "Requests that did not go to their session's own host, because it was too loaded",
+            ("model",),
+            registry=self.registry,
+        )
         self.running = Gauge("orchestrator_turns_running", "Turns in this gateway now", registry=self.registry)
 
 
@@ -86,27 +92,29 @@ class _PoolCollector:
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        model = ["model"]
+        """One family after the other; ``host`` is the number of a model's host."""
+        host = ["model", "host"]
         state = GaugeMetricFamily(
-            "orchestrator_model_state", "1 for the state a model is in", labels=["model", "state"]
+            "orchestrator_model_state", "1 for the state a host is in", labels=["model", "host", "state"]
         )
-        memory = GaugeMetricFamily("orchestrator_model_memory_bytes", "Device bytes a model holds", labels=model)
-        waiting = GaugeMetricFamily("orchestrator_model_waiting", "Requests waiting for a model", labels=model)
-        used = GaugeMetricFamily("orchestrator_kv_blocks_used", "KV blocks held by generations", labels=model)
-        cached = GaugeMetricFamily("orchestrator_kv_blocks_cached", "Free KV blocks holding reusable KV", labels=model)
-        total = GaugeMetricFamily("orchestrator_kv_blocks", "KV blocks of a model's pool", labels=model)
+        memory = GaugeMetricFamily("orchestrator_model_memory_bytes", "Device bytes a host holds", labels=host)
+        waiting = GaugeMetricFamily("orchestrator_model_waiting", "Requests waiting for a model", labels=["model"])
+        used = GaugeMetricFamily("orchestrator_kv_blocks_used", "KV blocks held by generations", labels=host)
+        cached = GaugeMetricFamily("orchestrator_kv_blocks_cached", "Free KV blocks holding reusable KV", labels=host)
+        total = GaugeMetricFamily("orchestrator_kv_blocks", "KV blocks of a host's pool", labels=host)
         for entry in self._pool.models:
-            name = entry.status.model
-            state.add_metric([name, str(entry.status.state)], 1)
-            memory.add_metric([name], entry.status.memory_bytes)
-            waiting.add_metric([name], entry.status.waiting)
+            labels = [entry.status.model, str(entry.number)]
+            state.add_metric([*labels, str(entry.status.state)], 1)
+            memory.add_metric(labels, entry.status.memory_bytes)
+            if entry.number == 0:
+                waiting.add_metric(labels[:1], entry.status.waiting)
             if entry.host is not None:
-                used.add_metric([name], entry.host.stats.kv_blocks_used)
-                cached.add_metric([name], entry.host.stats.kv_blocks_cached)
-                total.add_metric([name], entry.host.stats.kv_blocks_total)
+                used.add_metric(labels, entry.host.stats.kv_blocks_used)
+                cached.add_metric(labels, entry.host.stats.kv_blocks_cached)
+                total.add_metric(labels, entry.host.stats.kv_blocks_total)
         yield from (state, memory, waiting, used, cached, total)
-        for book in self._pool.books:
-            for kind in ("budget", "held", "free"):
-                family = GaugeMetricFamily(f"orchestrator_device_{kind}_bytes", "The ledger", labels=["device"])
-                family.add_metric([book.device], getattr(book, f"{kind}_bytes"))
-                yield family
+        for kind in ("budget", "held", "free"):
+            device = GaugeMetricFamily(f"orchestrator_device_{kind}_bytes", "The ledger", labels=["device"])
+            for book in self._pool.books:
+                device.add_metric([book.device], getattr(book, f"{kind}_bytes"))
+            yield device

@@ -63,6 +63,7 @@ def pool_plan(config: Config, prepared: Prepared, log_path: Path) -> PoolPlan:
                 model.pinned,
                 model.load_timeout_seconds,
                 model.max_waiting,
+                model.replicas,
             )
             for model in config.models
         ),
@@ -178,8 +179,12 @@ class Service:
         _connect(address)
         say("starting the controller and the gateway")
         application = deploy(config, prepared, redis_url, self.log_path)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # a clean console; Serve's own files have it all
         serve.start(http_options={"host": config.http.host, "port": config.http.port}, proxy_location="HeadOnly")
-        serve.run(application, name=APP, route_prefix="/")
+        try:
+            serve.run(application, name=APP, route_prefix="/")
+        except RuntimeError as error:
+            raise OrchestratorError(f"the gateway did not start: {_last_words()}") from error
         self._write_run_file()
 
     def _start_redis(self) -> str:
@@ -198,6 +203,13 @@ class Service:
         partial.touch(mode=0o600)
         partial.write_text(json.dumps(content))
         partial.rename(self._run_file)
+
+
+def _last_words() -> str:
+    """What the gateway's replicas said last, for one line of error."""
+    deployments = (d for a in serve.status().applications.values() for d in a.deployments.values())
+    lines = [line.strip() for d in deployments for line in d.message.splitlines() if line.strip()]
+    return " | ".join(lines[-3:])
 
 
 def _connect(address: str) -> None:

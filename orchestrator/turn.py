@@ -17,7 +17,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.protocol import GenerationRequest, Output, SamplingParams, Usage
+from engine.protocol import GenerationRequest, Output, SamplingParams, TokenLogprob, Usage
+from orchestrator.choices import choice_requests, merged
 from orchestrator.config import ModelConfig, TenantConfig
 from orchestrator.generation import Generator, Progress
 from orchestrator.logs import EventLogger
@@ -44,6 +45,15 @@ class Ask:
     seed: int | None
     stop: tuple[str, ...]
     max_tokens: int | None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None  # alternatives per token; None: no log probabilities
+    n: int = 1  # answers; more than one only without a session
     session_id: str | None = None
     idempotency_key: str | None = None
     fingerprint: str | None = None  # of the body, to tell a retry from another request under the same key
@@ -63,18 +73,22 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
+    """What one step added to one of the answers."""
+
     text: str
+    index: int = 0  # of the answer
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """The turn is committed."""
 
-    finish_reason: str
+    finish_reasons: tuple[str, ...]  # of each answer
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: int  # of all answers
     cached_tokens: int
-    usage: Usage | None
+    usage: Usage | None  # of the first answer
     hosts: tuple[str, ...] = ()
 
 
@@ -118,20 +132,20 @@ class TurnRunner:
         used, committed = 0, False
         try:
             prompt = self._prompt(ask, begun)
-            request = self._request(ask, prompt)
-            text: list[str] = []
-            started = False
-            outputs = self._generator.outputs(request, ask.model.name, progress)
+            requests = choice_requests(self._request(ask, prompt), ask.n)
+            text: list[str] = []  # of the first answer, the only one that a session keeps
+            last: dict[int, Output] = {}
+            outputs = merged(self._generator, requests, ask.model.name, progress)
             async with self._keeping(ask, begun, progress), contextlib.aclosing(outputs):
-                async for output in outputs:
-                    used = len(prompt.token_ids) + (output.usage.completion_tokens if output.usage else 0)
-                    if not started:
-                        started = True
+                async for index, output in outputs:
+                    if not last:
                         yield Started(prompt.truncation, output.usage, progress.load_seconds)
-                    if output.text:
+                    last[index] = output
+                    used = len(prompt.token_ids) + _completion_tokens(last)
+                    if index == 0:
                         text.append(output.text)
-                        yield Piece(output.text)
-                    last = output
+                    if output.text or output.logprobs:
+                        yield Piece(output.text, index, output.logprobs)
             done = _done(last, progress)
             await asyncio.shield(self._spawn(self._commit(ask, begun, prompt, "".join(text), done)))
             committed = True
@@ -145,7 +159,8 @@ class TurnRunner:
 
     async def _begin(self, ask: Ask) -> Begun | Replay | None:
         limits = {
-            "reserve_tokens": ask.model.max_model_len,  # the upper bound: the prompt is not known before the window
+            # the upper bound: the prompt is not known before the window
+            "reserve_tokens": ask.model.max_model_len * ask.n,
             "max_concurrent": ask.tenant.max_concurrent,
             "max_reserved_tokens": ask.tenant.max_reserved_tokens,
         }
@@ -199,6 +214,14 @@ class TurnRunner:
             temperature=ask.temperature,
             top_p=ask.top_p,
             stop=ask.stop + self._tokenizer(ask.model).stop,
+            top_k=ask.top_k,
+            min_p=ask.min_p,
+            repetition_penalty=ask.repetition_penalty,
+            presence_penalty=ask.presence_penalty,
+            frequency_penalty=ask.frequency_penalty,
+            logit_bias=ask.logit_bias,
+            min_tokens=ask.min_tokens,
+            logprobs=ask.logprobs,
         )
         return GenerationRequest(
             request_id=ask.turn_id,
@@ -225,7 +248,7 @@ class TurnRunner:
         truncation = dataclasses.asdict(prompt.truncation) if prompt.truncation is not None else {}
         reply = {
             "model": ask.model.name,
-            "finish_reason": done.finish_reason,
+            "finish_reason": done.finish_reasons[0],
             "prompt_tokens": done.prompt_tokens,
             "completion_tokens": done.completion_tokens,
             "cached_tokens": done.cached_tokens,
@@ -313,13 +336,19 @@ def _answer_limit(ask: Ask, prompt_tokens: int) -> int:
     return min(room, ask.max_tokens or ask.model.default_max_tokens)
 
 
-def _done(last: Output, progress: Progress) -> Done:
-    usage = last.usage
-    assert usage is not None and last.finish_reason is not None
+def _completion_tokens(last: Mapping[int, Output]) -> int:
+    return sum(output.usage.completion_tokens for output in last.values() if output.usage is not None)
+
+
+def _done(last: Mapping[int, Output], progress: Progress) -> Done:
+    """From the last output of each answer. The prompt counts once: the further answers find the first one's KV."""
+    usage = last[0].usage
+    reasons = tuple(last[index].finish_reason for index in sorted(last))
+    assert usage is not None
     return Done(
-        last.finish_reason,
+        tuple(reason for reason in reasons if reason is not None),
         usage.prompt_tokens,
-        usage.completion_tokens,
+        _completion_tokens(last),
         usage.cached_tokens,
         usage,
         tuple(progress.hosts),
@@ -334,5 +363,7 @@ def _replay(replay: Replay) -> list[Event]:
     return [
         Started(TruncationRecord(**record), None, 0.0, replayed=True),
         Piece(text),
-        Done(reply["finish_reason"], reply["prompt_tokens"], reply["completion_tokens"], reply["cached_tokens"], None),
+        Done(
+            (reply["finish_reason"],), reply["prompt_tokens"], reply["completion_tokens"], reply["cached_tokens"], None
+        ),
     ]

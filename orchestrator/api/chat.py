@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import hashlib
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -15,6 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import ValidationError
 
+from engine.protocol import TokenLogprob
 from orchestrator.api.wire import ChatRequest, Message, drop_switched_off, explain_invalid, refuse_unsupported
 from orchestrator.config import Config, TenantConfig
 from orchestrator.generation import Progress
@@ -53,14 +55,10 @@ class ChatRoute:
     def _ask(self, body: ChatRequest, raw: bytes, headers: Mapping[str, str], tenant: TenantConfig) -> Ask:
         model = self._models.get(body.model)
         if model is None:
-            known = ", ".join(self._models)
-            raise ModelNotFound(f"the model {body.model!r} does not exist; there are: {known}", param="model")
+            raise ModelNotFound(f"the model {body.model!r} does not exist; {self._hint(body.model)}", param="model")
         session_id = _session_id(body, headers)
         key = headers.get("idempotency-key")
-        if key is not None and session_id is None:
-            raise BadRequest(
-                "Idempotency-Key needs a session: send X-Session-ID too, or leave it out", param="Idempotency-Key"
-            )
+        _check_together(body, session_id, key)
         limit = body.answer_limit
         if limit is not None and limit >= model.max_model_len:
             raise BadRequest(
@@ -76,10 +74,23 @@ class ChatRoute:
             seed=body.seed,
             stop=body.stops,
             max_tokens=limit,
+            top_k=max(0, body.top_k),
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=tuple(body.logit_bias.items()),
+            min_tokens=body.min_tokens,
+            logprobs=body.alternatives,
+            n=body.n,
             session_id=session_id,
             idempotency_key=key,
             fingerprint=_fingerprint(raw) if key is not None else None,
         )
+
+    def _hint(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self._models, n=1)
+        return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(self._models)}"
 
     # -- counting --------------------------------------------------------------------
 
@@ -119,7 +130,9 @@ class _Call:
         self._id = f"chatcmpl-{ask.turn_id}"
 
     async def whole(self, events: AsyncGenerator[Event]) -> Response:
-        text, started, done = "", None, None
+        started, done = None, None
+        texts: list[list[str]] = [[] for _ in range(self._ask.n)]
+        logprobs: list[list[TokenLogprob]] = [[] for _ in range(self._ask.n)]
         async with contextlib.aclosing(events):
             async for event in events:
                 self._count(self._ask, event, self._progress)
@@ -127,7 +140,8 @@ class _Call:
                     case Started():
                         started = event
                     case Piece():
-                        text += event.text
+                        texts[event.index].append(event.text)
+                        logprobs[event.index] += event.logprobs
                     case Done():
                         done = event
         assert done is not None
@@ -135,11 +149,12 @@ class _Call:
             **self._head("chat.completion"),
             "choices": [
                 {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
-                    "logprobs": None,
-                    "finish_reason": done.finish_reason,
+                    "index": index,
+                    "message": {"role": "assistant", "content": "".join(texts[index]), "refusal": None},
+                    "logprobs": self._logprobs(logprobs[index]),
+                    "finish_reason": reason,
                 }
+                for index, reason in enumerate(done.finish_reasons)
             ],
             "usage": _usage(done),
         }
@@ -188,24 +203,30 @@ class _Call:
     def _chunks(self, event: Event) -> list[bytes]:
         match event:
             case Started():
-                return [self._chunk({"role": "assistant", "content": ""})]
+                return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._ask.n)]
             case Piece():
-                return [self._chunk({"content": event.text})]
+                return [self._chunk(event.index, {"content": event.text}, logprobs=self._logprobs(event.logprobs))]
             case Done():
-                chunks = [self._chunk({}, event.finish_reason)]
+                chunks = [self._chunk(index, {}, reason) for index, reason in enumerate(event.finish_reasons)]
                 if self._include_usage:
                     usage = {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(event)}
                     chunks.append(_data(usage))
                 return [*chunks, b"data: [DONE]\n\n"]
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        body = {
-            **self._head("chat.completion.chunk"),
-            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}],
-        }
+    def _chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        body = {**self._head("chat.completion.chunk"), "choices": [choice]}
         if self._include_usage:
             body["usage"] = None
         return _data(body)
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self._ask.logprobs is None:
+            return None
+        content = [{**_scored(token), "top_logprobs": [_scored(other) for other in token.top]} for token in tokens]
+        return {"content": content, "refusal": None}
 
     @property
     def _include_usage(self) -> bool:
@@ -264,12 +285,33 @@ def _parse(raw: bytes) -> ChatRequest:
 
 
 def _session_id(body: ChatRequest, headers: Mapping[str, str]) -> str | None:
-    header = headers.get("x-session-id")
+    # some proxies and frameworks write header names with underscores
+    header = next((v for name, v in headers.items() if name.lower().replace("_", "-") == "x-session-id"), None)
     if header is not None and body.session_id is not None and header != body.session_id:
         raise BadRequest(
             f"X-Session-ID {header!r} and session_id {body.session_id!r} differ: send one", param="session_id"
         )
     return header if header is not None else body.session_id
+
+
+def _check_together(body: ChatRequest, session_id: str | None, key: str | None) -> None:
+    """BadRequest for wishes that are fine alone."""
+    if key is not None and session_id is None:
+        raise BadRequest(
+            "Idempotency-Key needs a session: send X-Session-ID too, or leave it out", param="Idempotency-Key"
+        )
+    if session_id is not None and body.n > 1:
+        raise BadRequest(
+            f"n {body.n} with a session: a turn has one answer, which the next turn builds on; "
+            "ask without the session, or with n 1",
+            param="n",
+        )
+    if key is not None and body.logprobs:
+        raise BadRequest(
+            "logprobs with an Idempotency-Key: the reply stored for a retry has no log probabilities; "
+            "leave out one of the two",
+            param="logprobs",
+        )
 
 
 def _template_message(message: Message) -> dict[str, Any]:
@@ -287,6 +329,11 @@ def _fingerprint(raw: bytes) -> str:
     for name in ("stream", "stream_options"):
         body.pop(name, None)
     return hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _scored(token: TokenLogprob) -> dict[str, Any]:
+    raw = None if token.raw is None else list(token.raw)
+    return {"token": token.text, "logprob": token.logprob, "bytes": raw}
 
 
 def _usage(done: Done) -> dict[str, Any]:

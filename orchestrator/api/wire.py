@@ -8,27 +8,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from policies.errors import BadRequest, UnsupportedField
 
 # Fields of the OpenAI API that are known and not built, with the only values that mean "off".
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "tools": ([],),
     "tool_choice": ("none",),
     "parallel_tool_calls": (),
     "functions": ([],),
     "function_call": ("none",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
@@ -42,6 +32,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (),
     "safety_identifier": (),
 }
+
+
+MOST_BIASES = 1024
 
 
 class TextPart(BaseModel):
@@ -71,7 +64,7 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """Body of POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions. The README's table says what each field means; a test compares the two."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -85,6 +78,16 @@ class ChatRequest(BaseModel):
     top_p: float = Field(1.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=10)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    min_tokens: int = Field(0, ge=0)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    n: int = Field(1, ge=1, le=8)
     user: str | None = None  # carried by clients for their own records
     metadata: dict[str, str] | None = None
     session_id: str | None = None
@@ -98,6 +101,44 @@ class ChatRequest(BaseModel):
         if any(not stop for stop in stops):
             raise ValueError("a stop string must not be empty")
         return value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _token_ids(cls, value: Any) -> Any:
+        """Ids come as strings, JSON has no other keys. Whether the vocabulary has them, the engine's door knows."""
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MOST_BIASES:
+            raise ValueError(f"at most {MOST_BIASES} tokens, got {len(value)}")
+        for token, bias in value.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 19):
+                raise ValueError(f"{token!r} is not a token id")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise ValueError(f"the bias of token {token} must be a number from -100 to 100, not {bias!r}")
+        return {int(token): bias for token, bias in value.items()}
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _below_max_tokens(cls, value: int, info: ValidationInfo) -> int:
+        for name in ("max_completion_tokens", "max_tokens"):
+            limit = info.data.get(name)
+            if limit is not None:
+                if value > limit:
+                    raise ValueError(f"{value} is above {name} {limit}")
+                break
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("needs logprobs: true")
+        return value
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives beside each token's log probability; None: no log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -118,8 +159,15 @@ def refuse_unsupported(body: Any) -> None:
 
 
 def drop_switched_off(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without known fields that are switched off, so that what is left can be held against ChatRequest."""
-    return {name: value for name, value in body.items() if name not in UNSUPPORTED}
+    """The body without known fields that are switched off, so that what is left can be held against ChatRequest.
+
+    ``null`` means "as if left out": OpenAI's clients send it so.
+    """
+    return {
+        name: value
+        for name, value in body.items()
+        if name not in UNSUPPORTED and (value is not None or name not in ChatRequest.model_fields)
+    }
 
 
 def explain_invalid(errors: list[Any]) -> BadRequest:

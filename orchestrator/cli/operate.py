@@ -24,7 +24,7 @@ def ps(url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
     for model in body["models"]:
         used = model["last_used"]
         table.add_row(
-            model["model"],
+            model["model"] + _number(model["host"]),
             model["state"] + (" (pinned)" if model["pinned"] else ""),
             size(model["memory_bytes"]),
             size(model["residual_bytes"]),
@@ -56,6 +56,12 @@ def events(
         moved = f"{event['old']} → {event['new']}" if event["old"] != event["new"] else event["kind"]
         at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
         out.print(f"{at}  {event['model']}  {moved}  {event['reason']}", highlight=False)
+
+
+def _number(host: str) -> str:
+    """`` #2`` for a model's second host."""
+    number = int(host.rsplit(":", 1)[1])
+    return f" #{number + 1}" if number else ""
 
 
 VERBS = {

@@ -87,3 +87,11 @@ def test_a_chat_with_an_unknown_model_says_so(fake_service: RunningService) -> N
         input="hi\n", capture_output=True, text=True, env=environment, check=True,
     )  # fmt: skip
     assert "'nope' does not exist" in ended.stderr
+
+
+def test_the_console_of_serve_is_clean(fake_service: RunningService) -> None:
+    said = fake_service.output.read_text().splitlines()
+    assert not [line for line in said if "INFO" in line or "WARNING" in line or "Traceback" in line]
+    block = "\n".join(said)
+    for word in (f"{fake_service.url}/v1", "sk-demo-acme", "quick", "orchestrator.log", "ready in"):
+        assert word in block

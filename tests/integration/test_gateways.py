@@ -58,6 +58,36 @@ def test_turns_of_one_session_go_on_over_both_gateways(pair: RunningService) -> 
         history += len(" " + answer["choices"][0]["message"]["content"] + "\n")
 
 
+def hosts(service: RunningService, model: str) -> list[dict[str, Any]]:
+    return [host for host in service.admin()["models"] if host["model"] == model]
+
+
+def test_S52_S53_sessions_stick_to_their_host_over_both_gateways_and_spread_over_all(pair: RunningService) -> None:
+    wait_until(lambda: [h["state"] for h in hosts(pair, "wide")] == ["ready"] * 3, 60, "three hosts are ready")
+    sessions = [f"s-{uuid.uuid4().hex}" for _ in range(12)]
+    for session in sessions:
+        ask(pair, "wide", "a first message of a length that fills some blocks of KV", session).raise_for_status()
+    for session in sessions:  # 20 turns over two gateways: had one gone elsewhere, nothing would be cached there
+        for turn in range(2):
+            usage = ask(pair, "wide", f"turn {turn}", session).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= 48
+    wait_until(
+        lambda: all(host["stats"]["generated_tokens"] > 0 for host in hosts(pair, "wide")), 10, "all hosts have worked"
+    )
+
+
+def test_a_session_of_a_killed_host_goes_on_at_its_siblings(pair: RunningService) -> None:
+    sessions = [f"s-{uuid.uuid4().hex}" for _ in range(6)]
+    for session in sessions:
+        ask(pair, "wide", "hello", session).raise_for_status()
+    kill_hard(hosts(pair, "wide")[1]["pid"])
+    for session in sessions:
+        answer = ask(pair, "wide", "again", session)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["prompt_tokens"] > 2 * len("User: hello")
+    wait_until(lambda: [h["state"] for h in hosts(pair, "wide")] == ["ready"] * 3, 60, "the third host is back")
+
+
 def test_every_replica_serves_the_same_monotone_metrics_and_wakes_nothing(pair: RunningService) -> None:
     before = pair.admin()["models"]
     wait_until(lambda: counters(scrape(pair)) == counters(scrape(pair)), 10, "both gateways have pushed")

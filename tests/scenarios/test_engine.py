@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +18,11 @@ from engine.context import Context
 from engine.core import EngineCore
 from engine.fake import reply_to
 from engine.prefix import KVIdentity
-from engine.protocol import EngineLimits
+from engine.protocol import EngineLimits, GenerationRequest, Output, SamplingParams
 from engine.scheduler import Scheduler, StepPlan
 from engine.torch_engine import TorchEngine
+from orchestrator.choices import choice_requests, merged
+from orchestrator.generation import Progress
 from policies.errors import RequestTooLarge
 from policies.types import ContextState
 from tests.engine_helpers import (
@@ -338,3 +343,170 @@ def test_E22_a_generation_taken_over_by_another_host_goes_on_with_the_same_token
     assert rest.tokens == undisturbed.tokens[cut:]
     assert "".join(o.text for o in undisturbed.outputs[:cut]) + rest.text == undisturbed.text
     assert rest.last.finish_reason == undisturbed.last.finish_reason == "stop"
+
+
+# -- penalties and their like -------------------------------------------------------------------
+
+BREAKS |= {
+    "test_E23_E22": ("engine/penalties.py", "context.generated_ids)", "context.token_ids[context.num_computed :])"),
+    "test_E23_prefix": (
+        "engine/context.py",
+        "return self.token_ids[len(self.request.prompt_token_ids) :]",
+        "return self.token_ids[self.cached_tokens or 0 :]",
+    ),
+    "test_E23_taken_over": (
+        "engine/context.py",
+        "return self.token_ids[len(self.request.prompt_token_ids) :]",
+        "return self.token_ids[len(self.request.prompt_token_ids + self.request.delivered_token_ids) :]",
+    ),
+    "test_E47_E46": ("engine/penalties.py", " + row * scores.shape[1]", ""),
+    "test_min_tokens": ("engine/penalties.py", "if early:", "if False:"),
+    "test_E11_the_prompt_of_n_answers": (
+        "orchestrator/choices.py",
+        "waiting = list(enumerate(requests))[1:]",
+        "running |= {_begin(queue, generator, i, requests[i], model, progress) for i in (1, 2, 3)}; waiting = []",
+    ),
+    "test_the_log_probabilities": ("engine/torch_engine.py", "with_logprobs(logits,", "with_logprobs(scores,"),
+}
+PENALISED: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.9,
+    "logit_bias": ((7, 4.0), (9, -100.0), (31, 2.5)),
+    "min_p": 0.01,
+    "top_k": 60,
+    "min_tokens": 6,
+    "logprobs": 2,
+}
+
+
+def penalised(name: str, max_tokens: int = 20, more: Sequence[int] = (), **wishes: Any) -> GenerationRequest:
+    """A request that asks for all of it; ``wishes`` change that, and what ``request`` itself takes."""
+    ours = {key: wishes.pop(key) for key in list(wishes) if key in PENALISED}
+    plain = request(name, [*TINY_PROMPT, *more], max_tokens, **wishes)
+    return replace(plain, sampling=replace(plain.sampling, **PENALISED | ours))
+
+
+def words(said: Said) -> list[tuple[int, float]]:
+    """Tokens and, to a rounding, their log probabilities."""
+    return [(one.token_id, round(one.logprob, 3)) for output in said.outputs for one in output.logprobs]
+
+
+def same(ours: Said, theirs: Said) -> None:
+    assert (ours.tokens, ours.text, ours.last.finish_reason) == (theirs.tokens, theirs.text, theirs.last.finish_reason)
+    assert words(ours) == [(token, pytest.approx(score, abs=2e-3)) for token, score in words(theirs)]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_E23_E22_penalties_count_the_same_after_every_preemption(
+    tiny: TorchEngine, every: int, temperature: float
+) -> None:
+    requests = [penalised(f"r{i}", more=[i + 2], seed=i, temperature=temperature) for i in range(3)]
+    tiny._scheduler.pool.clear_cache()
+    expected = run(tiny, *requests)
+    tiny._scheduler.pool.clear_cache()
+    for one in requests:
+        tiny.add(one)
+    said = run_preempting(tiny, every, forget=True)
+    for name, one in expected.items():
+        same(said[name], one)
+    assert sum(one.last.usage.recomputed_tokens for one in said.values() if one.last.usage is not None) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_E23_prefix_hits_count_as_the_prompt_they_are(tiny: TorchEngine, temperature: float) -> None:
+    tiny._scheduler.pool.clear_cache()
+    cold, warm = (run(tiny, penalised("r", temperature=temperature, seed=5))["r"] for _ in range(2))
+    assert warm.last.usage is not None and warm.last.usage.cached_tokens > 0
+    same(warm, cold)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("cut", [1, 4, 6, 13])
+def test_E23_taken_over_by_another_host_penalties_count_the_delivered_tokens_as_answer(
+    tiny: TorchEngine, cut: int, temperature: float
+) -> None:
+    tiny._scheduler.pool.clear_cache()
+    whole = run(tiny, penalised("whole", temperature=temperature, seed=3, ignore_eos=True))["whole"]
+    tiny._scheduler.pool.clear_cache()
+    rest = penalised("rest", temperature=temperature, seed=3, ignore_eos=True, delivered=whole.tokens[:cut])
+    said = run(tiny, rest)["rest"]
+    assert said.tokens == whole.tokens[cut:]
+    assert words(said) == [(token, pytest.approx(score, abs=2e-3)) for token, score in words(whole)[cut:]]
+
+
+def test_E47_E46_what_one_row_asks_for_touches_no_other(tiny: TorchEngine) -> None:
+    wishes: list[dict[str, Any]] = [
+        {"repetition_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"logit_bias": ((8, 50.0),)},
+        {"min_tokens": 12},
+        {"top_k": 1, "temperature": 1.5, "seed": 4},
+        {"min_p": 1.0, "temperature": 1.5, "seed": 5},
+        {"temperature": 1.0, "seed": 6},
+        {},
+    ]
+    off = {key: SamplingParams.__dataclass_fields__[key].default for key in PENALISED}
+    requests = [penalised(str(i), 12, **off | {"ignore_eos": True} | wish) for i, wish in enumerate(wishes)]
+    alone = [run(tiny, one)[one.request_id] for one in requests]
+    together = run(tiny, *requests)
+    for one, said in zip(requests, alone, strict=True):
+        assert together[one.request_id].tokens == said.tokens
+    greedy = together["7"].tokens
+    assert together["4"].tokens == together["5"].tokens == greedy  # top_k 1; only what is as likely as the likeliest
+    assert set(together["2"].tokens) == {8}
+    assert len(set(together["1"].tokens)) > len(set(greedy))  # greedy repeats itself, penalised it may not
+    assert len({together[name].tokens for name in "1267"}) == 4 and together["0"].tokens != greedy
+
+
+@pytest.mark.parametrize("least", [0, 1, 9])
+def test_min_tokens_keeps_the_end_token_away_exactly_so_long(tiny: TorchEngine, least: int) -> None:
+    off = {key: SamplingParams.__dataclass_fields__[key].default for key in PENALISED}
+    said = run(tiny, penalised("r", 20, **off | {"logit_bias": ((1, 100.0),), "min_tokens": least}))["r"]
+    assert len(said.tokens) == least + 1 and said.tokens[-1] == 1
+    assert said.last.finish_reason == "stop"
+
+
+def test_the_log_probabilities_are_the_models_own_whatever_is_asked(tiny: TorchEngine) -> None:
+    plain = run(tiny, replace(request("r", TINY_PROMPT, 1), sampling=SamplingParams(1, 0, 0.0, logprobs=20)))["r"]
+    said = run(tiny, penalised("r", 1, temperature=2.0, logprobs=20, logit_bias=((7, 100.0),), min_tokens=1))["r"]
+    (one,), (other,) = plain.last.logprobs, said.last.logprobs
+    assert one.top[0].token_id == one.token_id != other.token_id == 7
+    assert [t.token_id for t in one.top] == [t.token_id for t in other.top]
+    assert [t.logprob for t in one.top] == pytest.approx([t.logprob for t in other.top], abs=1e-3)
+    assert other.logprob < -1
+
+
+class EngineGenerator:
+    """A gateway's generator on an engine in this process: whoever waits steps it, everybody gets his outputs."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+        self.said: dict[str, Said] = {}
+
+    async def outputs(self, request: GenerationRequest, _model: str, _progress: Progress) -> AsyncIterator[Output]:
+        self.engine.add(request)
+        read = 0
+        while True:
+            await asyncio.sleep(0)  # all that begin now share the next step
+            for output in self.said.get(request.request_id, Said()).outputs[read:]:
+                read += 1
+                yield output
+                if output.final:
+                    return
+            collect(self.said, self.engine.step())
+
+
+@pytest.mark.parametrize("n", [4, 8])
+async def test_E11_the_prompt_of_n_answers_is_computed_once(tiny: TorchEngine, n: int) -> None:
+    tiny._scheduler.pool.clear_cache()
+    first = penalised("r", 10, more=range(20, 40), temperature=1.0, seed=2, ignore_eos=True)
+    generator: Any = EngineGenerator(tiny)
+    last = {i: out async for i, out in merged(generator, choice_requests(first, n), "m", Progress(0.0)) if out.final}
+    assert sorted(last) == list(range(n))
+    cached = [last[i].usage.cached_tokens for i in range(n)]  # type: ignore[union-attr]
+    assert cached == [0] + [(len(first.prompt_token_ids) - 1) // 4 * 4] * (n - 1)
+    said = {name: one.tokens for name, one in generator.said.items()}
+    assert len(set(said.values())) == n
+    assert said["r"] == run(tiny, first)["r"].tokens  # as with n = 1

@@ -57,6 +57,7 @@ class FakeLinks:
 
     def __init__(self, script: dict[HostRef, list[Any]]) -> None:
         self.script = script
+        self.load = dict  # nothing in flight
         self.submitted: list[tuple[HostRef, GenerationRequest, str | None]] = []
 
     async def to(self, ref: HostRef) -> Any:
@@ -107,7 +108,7 @@ async def test_a_host_death_continues_from_the_delivered_tokens() -> None:
     assert (first.delivered_token_ids, second.delivered_token_ids) == ((), (1, 2))
     assert (first.generation, second.generation) == (0, 1)
     assert second.prompt_token_ids == REQUEST.prompt_token_ids and ticket == "x"
-    assert table.ready_host("m", "k") is None  # the dead host is not chosen again
+    assert table.ready_host("m", "k", {}) == (None, False)  # the dead host is not chosen again
 
 
 async def test_a_refusing_host_leads_to_a_ticket() -> None:

@@ -12,7 +12,7 @@ from policies.errors import ConfigError, HostUnavailable
 from policies.ordering import tier_then_arrival
 from policies.registry import RESIDENCY
 from policies.residency import Lru
-from policies.routing import pick
+from policies.routing import Route, choose, pick
 from policies.types import Tier
 
 
@@ -53,7 +53,7 @@ def test_when_nothing_runs_what_fits_is_admitted() -> None:
 def test_routing_is_the_same_in_every_process() -> None:
     hosts = [f"host:m:{i}" for i in range(5)]
     keys = [f"s{i}" for i in range(50)]
-    program = f"from policies.routing import pick\nprint([pick({hosts}, k) for k in {keys}])"
+    program = f"from policies.routing import Route, choose, pick\nprint([pick({hosts}, k) for k in {keys}])"
     for seed in ("1", "2"):
         answer = subprocess.run(
             [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
@@ -81,3 +81,41 @@ def test_registry() -> None:
         RESIDENCY.make("lur")
     with pytest.raises(ConfigError, match=r"known are lru$"):
         RESIDENCY.make("belady")
+
+
+# --- routing with bounded load
+
+HOSTS = [f"host:m:{n}" for n in range(3)]
+
+
+def test_S52_scaling_from_3_to_4_hosts_moves_about_a_quarter() -> None:
+    keys = [f"tenant/session-{n}" for n in range(2000)]
+    more = [*HOSTS, "host:m:3"]
+    moved = [key for key in keys if choose(HOSTS, key, {}).host != choose(more, key, {}).host]
+    assert 0.2 < len(moved) / len(keys) < 0.3
+    assert {choose(more, key, {}).host for key in moved} == {"host:m:3"}  # only to the new one
+
+
+def test_S53_two_gateways_choose_the_same_host() -> None:
+    assert all(choose(HOSTS, f"k{n}", {}) == choose(HOSTS[::-1], f"k{n}", {}) for n in range(200))
+
+
+def test_an_owner_above_the_bound_is_skipped_and_the_spill_is_told() -> None:
+    owner = choose(HOSTS, "hot", {}).host
+    others = [host for host in HOSTS if host != owner]
+    assert choose(HOSTS, "hot", {owner: 4, others[0]: 4, others[1]: 4}) == Route(owner, False)
+    spilled = choose(HOSTS, "hot", {owner: 9, others[0]: 1, others[1]: 1})
+    assert spilled.spilled and spilled.host in others
+
+
+def test_S55_a_miss_goes_neither_always_to_the_same_nor_to_the_loaded_host() -> None:
+    load = {HOSTS[0]: 50, HOSTS[1]: 0, HOSTS[2]: 0}
+    chosen = {choose(HOSTS, f"new-{n}", load).host for n in range(50)}
+    assert chosen == {HOSTS[1], HOSTS[2]}
+
+
+def test_bounded_load_keeps_every_host_within_the_bound() -> None:
+    load = dict.fromkeys(HOSTS, 0)
+    for n in range(300):
+        load[choose(HOSTS, f"s{n}", load).host] += 1
+    assert max(load.values()) <= 1.25 * 100 + 1
