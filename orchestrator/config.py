@@ -67,7 +67,7 @@ class RedisConfig(Section):
 
 class RayConfig(Section):
     address: str | None = Field(None, description="a running cluster; none: one is started on its own ports")
-    num_cpus: int | None = Field(None, ge=1, description="that Ray may think it has; none: all")
+    num_cpus: int | None = Field(None, ge=1, description="that the private cluster claims to have; none: all")
 
 
 class DeviceConfig(Section):

@@ -23,6 +23,7 @@ from policies.errors import (
     OrchestratorError,
 )
 from policies.routing import choose
+from policies.types import TruncationRecord
 
 RETRY_SECONDS = 0.05  # before asking again after a refusal by a host that was said to be ready
 
@@ -71,6 +72,7 @@ class Progress:
     hosts: list[str] = field(default_factory=list)
     stream: Stream | None = None
     ticket: str | None = None  # the stream was placed by
+    truncation: TruncationRecord | None = None  # known long before the first token
     aborted: OrchestratorError | None = None
 
     def abort(self, error: OrchestratorError) -> None:

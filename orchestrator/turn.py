@@ -132,6 +132,7 @@ class TurnRunner:
         used, committed = 0, False
         try:
             prompt = self._prompt(ask, begun)
+            progress.truncation = prompt.truncation
             requests = choice_requests(self._request(ask, prompt), ask.n)
             text: list[str] = []  # of the first answer, the only one that a session keeps
             last: dict[int, Output] = {}

@@ -126,6 +126,7 @@ class _Call:
         self._body = body
         self._progress = progress
         self._count = count
+        self._started: Started | None = None
         self._created = int(ask.arrival)
         self._id = f"chatcmpl-{ask.turn_id}"
 
@@ -179,6 +180,8 @@ class _Call:
     async def _sse(self, first: asyncio.Future[Any], events: AsyncGenerator[Event]) -> AsyncIterator[bytes]:
         pending = first
         try:
+            if not first.done():
+                yield self._comment()
             while True:
                 done, _ = await asyncio.wait({pending}, timeout=KEEPALIVE_SECONDS)
                 if not done:
@@ -203,6 +206,7 @@ class _Call:
     def _chunks(self, event: Event) -> list[bytes]:
         match event:
             case Started():
+                self._started = event
                 return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._ask.n)]
             case Piece():
                 return [self._chunk(event.index, {"content": event.text}, logprobs=self._logprobs(event.logprobs))]
@@ -211,7 +215,9 @@ class _Call:
                 if self._include_usage:
                     usage = {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(event)}
                     chunks.append(_data(usage))
-                return [*chunks, b"data: [DONE]\n\n"]
+                # the whole timing, as a comment: the headers left before most of it had happened
+                timing = f": server-timing {self._timing(self._started, event)}\n\n" if self._started else ""
+                return [timing.encode(), *chunks, b"data: [DONE]\n\n"]
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
@@ -245,10 +251,11 @@ class _Call:
         headers: dict[str, str] = {}
         if self._ask.session_id is not None:
             headers["X-Session-ID"] = self._ask.session_id
+        truncation = self._progress.truncation if started is None else started.truncation
+        if truncation is not None and truncation.cut:
+            headers["X-Context-Truncated"] = truncation.header()
         if started is not None:
             headers["Server-Timing"] = self._timing(started, done)
-            if started.truncation is not None and started.truncation.cut:
-                headers["X-Context-Truncated"] = started.truncation.header()
             if started.replayed:
                 headers["X-Idempotent-Replayed"] = "true"
         return headers

@@ -58,8 +58,12 @@ class Chat:
             response.read()
             err.print(f"[red]{response.json()['error']['message']}[/red]", highlight=False)
             return
-        answer, usage, first, finished = "", None, None, False
+        usage: dict[str, Any] = {}
+        answer, timing, first, finished = "", "", None, False
         for event in _events(response):
+            if "timing" in event:
+                timing = event["timing"]
+                continue
             if "error" in event:
                 err.print(f"\n[red]{event['error']['message']}[/red]", highlight=False)
                 return
@@ -74,21 +78,17 @@ class Chat:
         out.print()
         if finished:
             self.history += [("you", text), (self.model, answer)]
-            self._print_figures(response, usage or {}, begin, first)
+            seconds = (first or begin) - begin
+            self._print_figures(response.headers.get("x-context-truncated"), usage, seconds, timing)
 
-    def _print_figures(
-        self, response: httpx.Response, usage: dict[str, Any], begin: float, first: float | None
-    ) -> None:
-        now = time.monotonic()
-        figures = [f"{self.model}"]
-        if first is not None:
-            figures.append(f"first token {first - begin:.2f} s, decode {now - first:.2f} s")
-        if timing := response.headers.get("server-timing"):
+    def _print_figures(self, cut: str | None, usage: dict[str, Any], first_seconds: float, timing: str) -> None:
+        figures = [self.model, f"first token {first_seconds:.2f} s"]
+        if timing:
             figures.append(timing.replace(";dur=", " ") + " ms")
         if usage:
             reused = usage["prompt_tokens_details"]["cached_tokens"]
             figures.append(f"{usage['prompt_tokens']} prompt ({reused} reused) + {usage['completion_tokens']} tokens")
-        if cut := response.headers.get("x-context-truncated"):
+        if cut:
             figures.append(f"cut: {cut}")
         out.print(f"[dim]{' · '.join(figures)}[/dim]", highlight=False)
 
@@ -97,6 +97,8 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines():
         if line.startswith(": ") and "waiting" in line:
             err.print(f"[dim]{line[2:]}[/dim]", highlight=False)
+        if line.startswith(": server-timing "):
+            yield {"timing": line.removeprefix(": server-timing ")}
         if line.startswith("data: ") and line != "data: [DONE]":
             yield orjson.loads(line.removeprefix("data: "))
 

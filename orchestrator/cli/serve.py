@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +32,7 @@ def serve(
     """Start the whole service and stay until Ctrl-C, which stops all of it."""
     begin = time.monotonic()
     settings = read_config(config, _flags(host, port, state_dir, ray_address))
+    settings.state_dir.mkdir(parents=True, exist_ok=True)
     if settings.ray.address is None:
         os.environ.update(require_token(settings.state_dir))
     from orchestrator.serve import Service, prepare_models  # Ray is slow to import: not for the small verbs
@@ -37,19 +40,21 @@ def serve(
     with bars() as progress:
         prepared = prepare_models(settings, progress)
     service = Service(settings)
-    with err.status("starting") as status:  # Ctrl-C meanwhile: KeyboardInterrupt, and start() stops what it started
-        service.start(prepared, status.update)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    try:
-        _print_ready(settings, service.url, service.log_path, time.monotonic() - begin)
-        while not stop.wait(1.0):
-            pass
-    finally:
-        with err.status("stopping"):
-            service.stop()
-        err.print("stopped")
+    out.file = sys.stdout  # ours stays on the console; what Ray prints from now on goes to a file
+    with (settings.state_dir / "ray-console.log").open("a") as log, contextlib.redirect_stdout(log):
+        with err.status("starting") as status:  # Ctrl-C meanwhile: start() stops what it started
+            service.start(prepared, status.update)
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        try:
+            _print_ready(settings, service.url, service.log_path, time.monotonic() - begin)
+            while not stop.wait(1.0):
+                pass
+        finally:
+            with err.status("stopping"):
+                service.stop()
+            err.print("stopped")
 
 
 @app.command(epilog="Example: orchestrator check my.yaml && orchestrator serve -c my.yaml")

@@ -263,6 +263,21 @@ def test_session_truncation_is_reported(fake_service: RunningService) -> None:
     assert last.json()["usage"]["prompt_tokens"] <= 256 - 32
 
 
+def test_a_held_stream_still_says_what_was_cut_and_where_the_time_went(fake_service: RunningService) -> None:
+    headers = session()
+    for turn in range(6):
+        ask(fake_service, "small", f"turn {turn} " + "x" * 40, headers)
+    assert fake_service.model("late")["state"] == "cold"
+    with stream(fake_service, "late", "and now", headers) as response:  # a load of 2 s outlasts the hold of 1 s
+        assert response.headers["x-context-truncated"].startswith("turns=")
+        assert "server-timing" not in response.headers
+        lines = list(response.iter_lines())
+    timing = next(line for line in lines if line.startswith(": server-timing "))
+    assert float(timing.partition("load;dur=")[2].partition(",")[0]) > 1000
+    assert any(line.startswith(": waiting for the model") for line in lines)
+    assert lines[-2:] == ["data: [DONE]", ""]
+
+
 def test_a_second_turn_on_another_model_sees_the_first(fake_service: RunningService) -> None:
     headers = session()
     first = ask(fake_service, "quick", "hello", headers).json()["choices"][0]["message"]["content"]
