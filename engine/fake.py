@@ -47,6 +47,8 @@ class FakeSettings:
 class FakeTokenizer:
     """Bytes as tokens."""
 
+    longest_token = 1
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 

@@ -37,6 +37,7 @@ class ModelSpec:
     pinned: bool = False  # never evicted for another model
     load_timeout_seconds: float = 600.0  # for a load or a wake
     max_waiting: int = 1000  # requests; more get QueueFull
+    problem: str = ""  # why it cannot be loaded, known before the first request
     replicas: int = 1  # hosts; those after the first are started when bytes are to spare
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from model_pool.effects import (
     Effects,
     HostRef,
@@ -234,6 +236,8 @@ class Lifecycle:
 
     def cached_cause(self, slot: Slot, now: float) -> OrchestratorError:
         """What a request gets during the cooldown: the same cause, the time that remains."""
+        if slot.cause is not None and math.isinf(slot.cooldown_until):  # asking again does not help
+            return LoadFailed(slot.cause.message)
         remaining = slot.cooldown_until - now
         if remaining <= 0:  # only its process still has to go
             remaining = self._settings.retry_after_seconds

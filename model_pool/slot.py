@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -63,6 +64,10 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.pinned = self.spec.pinned
+        if self.spec.problem:  # failed from the start: it must not evict anybody to find out; an admin may try a load
+            self.state = ModelState.FAILED
+            self.cause = LoadFailed(self.spec.problem)
+            self.cooldown_until = math.inf
 
     @property
     def name(self) -> str:

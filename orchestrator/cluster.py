@@ -58,6 +58,11 @@ class PrivateCluster:
                 raise NotReachable(f"Ray did not start: {' | '.join(tail)}")
             time.sleep(0.1)
 
+    @property
+    def alive(self) -> bool:
+        """``ray start --block`` ends when any process of the head node does."""
+        return self._process is not None and self._process.poll() is None
+
     def stop(self) -> None:
         self.clean()
         if self._process is not None:

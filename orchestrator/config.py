@@ -57,6 +57,7 @@ class HttpConfig(Section):
     stream_hold_seconds: float = Field(5.0, ge=0, description="no header is sent before this or the first token")
     deadline_seconds: float = Field(120.0, gt=0, description="longest wait for the first token")
     busy_session_seconds: float = Field(2.0, ge=0, description="how long a turn waits for another of its session")
+    max_body: ByteSize = Field(ByteSize(8 * 2**20), description="bytes of one request's body; more is a 413")
     gateways: int = Field(1, ge=1, description="gateway replicas")
 
 

@@ -63,6 +63,7 @@ def pool_plan(config: Config, prepared: Prepared, log_path: Path) -> PoolPlan:
                 model.pinned,
                 model.load_timeout_seconds,
                 model.max_waiting,
+                _problem(prepared[model.name]),
                 model.replicas,
             )
             for model in config.models
@@ -81,6 +82,10 @@ def pool_plan(config: Config, prepared: Prepared, log_path: Path) -> PoolPlan:
     )
 
 
+def _problem(path: Path | OrchestratorError | None) -> str:
+    return path.message if isinstance(path, OrchestratorError) else ""
+
+
 def _residual_estimate(model: ModelConfig) -> int:
     return int(model.fake.residual_bytes) if model.fake is not None else RESIDUAL_ESTIMATE_BYTES
 
@@ -92,8 +97,7 @@ def _host_spec(model: ModelConfig, path: Path | OrchestratorError | None, config
     return HostSpec(
         ref=HostRef(model.name, 0, 0),
         path=str(path) if isinstance(path, Path) else model.source,
-        # a source that could not be prepared is loaded all the same, to fail with its cause where `ps` shows it
-        problem=path.message if isinstance(path, OrchestratorError) else "",
+        problem=_problem(path),  # should an admin ask for a load all the same
         memory_bytes=int(model.memory),
         limits=EngineLimits(
             max_model_len=model.max_model_len,
@@ -151,14 +155,29 @@ class Service:
             self.stop()
             raise
 
+    def watch(self, say: Say) -> None:
+        """Look after what was started: Redis is started again on its port and file; without Ray there is no service."""
+        if self._redis is not None and self._redis.pid is None:
+            say("the private Redis had died; starting it again")
+            before = self._redis.url
+            self._redis.start()
+            if self._redis.url != before:
+                raise NotReachable("the private Redis could not be started again on its port")
+        if self._cluster is not None and not self._cluster.alive:
+            raise NotReachable(f"the Ray cluster has died; see {self.config.state_dir / 'ray.log'}")
+
     def stop(self) -> None:
         """End everything this service started."""
-        if ray.is_initialized():
-            ray.shutdown()
-        if self._cluster is not None:
-            self._cluster.stop()
-        if self._redis is not None:
-            self._redis.stop()
+        try:
+            if self._redis is not None and self._cluster is not None and not self._cluster.alive:
+                self._redis.stop()  # first: Ray ends a driver whose cluster is gone
+            if ray.is_initialized():
+                ray.shutdown()
+            if self._cluster is not None:
+                self._cluster.stop()
+        finally:
+            if self._redis is not None:
+                self._redis.stop()
         self._run_file.unlink(missing_ok=True)
         self._lock.release()
 

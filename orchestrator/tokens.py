@@ -37,6 +37,8 @@ Message = Mapping[str, Any]
 class Encoder(Protocol):
     """Text to token ids, no special tokens added."""
 
+    longest_token: int  # characters that one token may stand for, at most
+
     def encode(self, text: str) -> list[int]: ...
 
 
@@ -45,6 +47,7 @@ class _HubTokenizer:
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(path))
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -72,8 +75,14 @@ class ChatTokenizer:
     def encode(self, messages: Sequence[Message]) -> list[int]:
         return self._encoder.encode(self.render(messages))
 
-    def encode_text(self, text: str) -> list[int]:
-        return self._encoder.encode(text)
+    def count(self, messages: Sequence[Message], enough: int) -> int:
+        """Tokens of these messages; of a text that must hold far more than ``enough``, a lower bound.
+
+        Tokenizing is linear in the text: a megabyte that cannot fit is not worth a second of it.
+        """
+        text = self.render(messages)
+        least = len(text) // self._encoder.longest_token
+        return least if least > enough else len(self._encoder.encode(text))
 
 
 def load_tokenizer(path: Path | None, template: str | None = None) -> ChatTokenizer:

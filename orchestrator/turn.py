@@ -68,7 +68,7 @@ class Started:
     truncation: TruncationRecord | None
     first: Usage | None
     load_seconds: float
-    replayed: bool = False
+    replayed_turn: str | None = None  # the finished turn whose stored reply follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class TurnRunner:
             return
         used, committed = 0, False
         try:
-            prompt = self._prompt(ask, begun)
+            prompt = await asyncio.to_thread(self._prompt, ask, begun)  # long texts must not hold up other streams
             progress.truncation = prompt.truncation
             requests = choice_requests(self._request(ask, prompt), ask.n)
             text: list[str] = []  # of the first answer, the only one that a session keeps
@@ -185,14 +185,14 @@ class TurnRunner:
         tokenizer = self._tokenizer(ask.model)
         window = ask.model.max_model_len
         if begun is None:
+            _check_window(ask, tokenizer.count(ask.messages, window))
             token_ids = tokenizer.encode(ask.messages)
-            _check_window(ask, len(token_ids))
             return _Prompt(tuple(token_ids), _answer_limit(ask, len(token_ids)), None)
         items = (*begun.items, *_new_items(ask))
         messages = [_message(item) for item in items]
 
         def count(indices: Sequence[int]) -> int:
-            return len(tokenizer.encode([messages[i] for i in indices]))
+            return tokenizer.count([messages[i] for i in indices], window)
 
         reply = ask.max_tokens or min(ask.model.default_max_tokens, window // REPLY_SHARE)
         kept, record = fit([item.view() for item in items], window - reply, count)
@@ -362,7 +362,7 @@ def _replay(replay: Replay) -> list[Event]:
     record["dropped_items"] = tuple(record.get("dropped_items", ()))
     text = "".join(item.content for item in replay.items if item.role == "assistant")
     return [
-        Started(TruncationRecord(**record), None, 0.0, replayed=True),
+        Started(TruncationRecord(**record), None, 0.0, replay.turn_id),
         Piece(text),
         Done(
             (reply["finish_reason"],), reply["prompt_tokens"], reply["completion_tokens"], reply["cached_tokens"], None

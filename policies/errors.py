@@ -4,7 +4,8 @@
     ├── BadRequest (400)
     │   ├── UnsupportedField        a field we know of but do not support
     │   ├── ContextLengthExceeded   the prompt (+ answer) does not fit the model's window
-    │   └── RequestTooLarge         could never fit the KV pool, however long it waited
+    │   ├── RequestTooLarge         could never fit the KV pool, however long it waited
+    │   └── BodyTooLarge (413)      more bytes than http.max_body
     ├── Unauthorized (401)
     ├── PermissionDenied (403)
     ├── NotFound (404)
@@ -99,6 +100,11 @@ class ContextLengthExceeded(BadRequest):
 
 class RequestTooLarge(BadRequest):
     code = "request_too_large"
+
+
+class BodyTooLarge(BadRequest):
+    code = "body_too_large"
+    http_status = 413
 
 
 class Unauthorized(OrchestratorError):

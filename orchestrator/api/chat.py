@@ -22,7 +22,7 @@ from orchestrator.config import Config, TenantConfig
 from orchestrator.generation import Progress
 from orchestrator.metrics import GatewayMetrics
 from orchestrator.turn import Ask, Done, Event, Piece, Started, TurnRunner
-from policies.errors import BadRequest, ModelNotFound, OrchestratorError
+from policies.errors import BadRequest, BodyTooLarge, ModelNotFound, OrchestratorError
 
 KEEPALIVE_SECONDS = 2.0
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
@@ -40,7 +40,7 @@ class ChatRoute:
 
     async def answer(self, request: Request, tenant: TenantConfig) -> Response:
         """One chat completion, streamed or whole."""
-        raw = await request.body()
+        raw = await _read(request, int(self._config.http.max_body))
         body = _parse(raw)
         ask = self._ask(body, raw, request.headers, tenant)
         progress = Progress(arrival=ask.arrival)
@@ -105,7 +105,7 @@ class ChatRoute:
 
     def _count(self, ask: Ask, event: Event, progress: Progress) -> None:
         model, tenant = ask.model.name, ask.tenant.name
-        if isinstance(event, Started) and not event.replayed:
+        if isinstance(event, Started) and event.replayed_turn is None:
             start = "switched" if progress.load_seconds > 0 else "resident"
             self._metrics.ttft_seconds.labels(model, start).observe(time.time() - ask.arrival)
             if event.first is not None:
@@ -140,6 +140,7 @@ class _Call:
                 match event:
                     case Started():
                         started = event
+                        self._begin(event)
                     case Piece():
                         texts[event.index].append(event.text)
                         logprobs[event.index] += event.logprobs
@@ -199,6 +200,12 @@ class _Call:
         finally:
             await _abandon(pending, events)
 
+    def _begin(self, event: Started) -> None:
+        """A replayed answer keeps the id it had."""
+        self._started = event
+        if event.replayed_turn is not None:
+            self._id = f"chatcmpl-{event.replayed_turn}"
+
     def _comment(self) -> bytes:
         waited = time.time() - self._ask.arrival
         return f": {self._progress.state}; model {self._ask.model.name}; waited {waited:.1f} s\n\n".encode()
@@ -206,7 +213,7 @@ class _Call:
     def _chunks(self, event: Event) -> list[bytes]:
         match event:
             case Started():
-                self._started = event
+                self._begin(event)
                 return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._ask.n)]
             case Piece():
                 return [self._chunk(event.index, {"content": event.text}, logprobs=self._logprobs(event.logprobs))]
@@ -256,7 +263,7 @@ class _Call:
             headers["X-Context-Truncated"] = truncation.header()
         if started is not None:
             headers["Server-Timing"] = self._timing(started, done)
-            if started.replayed:
+            if started.replayed_turn is not None:
                 headers["X-Idempotent-Replayed"] = "true"
         return headers
 
@@ -277,6 +284,16 @@ async def _abandon(pending: asyncio.Future[Any], events: AsyncGenerator[Event]) 
     with contextlib.suppress(asyncio.CancelledError, OrchestratorError, StopAsyncIteration):
         await pending
     await events.aclose()
+
+
+async def _read(request: Request, most_bytes: int) -> bytes:
+    """The body, as long as it is no longer than ``most_bytes``."""
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > most_bytes:
+            raise BodyTooLarge(f"the body is larger than {most_bytes} bytes, the limit of this service")
+    return bytes(raw)
 
 
 def _parse(raw: bytes) -> ChatRequest:

@@ -119,7 +119,7 @@ def chat(
             line = out.input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             return
-        if line == "/quit":
+        if line in ("/quit", "/exit"):
             return
         if line.startswith("/"):
             _command(talk, line)

@@ -47,6 +47,8 @@ class bars:
             if model not in tasks:
                 if share >= 1:
                     return
+                if not err.is_terminal:  # a log file gets a line, once per model
+                    err.print(f"preparing {model}", highlight=False)
                 tasks[model] = self._progress.add_task(what, total=1.0, model=model)
             self._progress.update(tasks[model], completed=share, description=what)
 

@@ -20,7 +20,9 @@ def ps(url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
     if as_json:
         out.print_json(data=body)
         return
-    table = Table("MODEL", "STATE", "MEMORY", "RESIDUAL", "SESSIONS", "IN-FLIGHT", "LAST-USED", "CAUSE")
+    table = Table(box=None, pad_edge=False)
+    for name in ("MODEL", "STATE", "MEMORY", "RESIDUAL", "SESSIONS", "IN-FLIGHT", "LAST-USED", "CAUSE"):
+        table.add_column(name, no_wrap=True, overflow="ignore" if name == "MODEL" else "fold")
     for model in body["models"]:
         used = model["last_used"]
         table.add_row(
@@ -30,10 +32,13 @@ def ps(url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
             size(model["residual_bytes"]),
             str(model.get("stats", {}).get("sessions", 0)),
             str(model["in_flight"]),
-            f"{time.time() - used:.0f} s ago" if used else "never",
-            model["cause"] or "",
+            _ago(time.time() - used) if used else "never",
+            "below" if model["cause"] else "",
         )
-    out.print(table)
+    out.print(table, soft_wrap=True)
+    for model in body["models"]:
+        if model["cause"]:
+            out.print(f"{model['model']}: {model['cause']}", highlight=False, soft_wrap=True)
     for book in body["devices"]:
         out.print(f"{book['device']}: {size(book['held_bytes'])} of {size(book['budget_bytes'])} held")
 
@@ -55,7 +60,14 @@ def events(
     for event in body["events"]:
         moved = f"{event['old']} → {event['new']}" if event["old"] != event["new"] else event["kind"]
         at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-        out.print(f"{at}  {event['model']}  {moved}  {event['reason']}", highlight=False)
+        out.print(f"{at}  {event['model']}  {moved}  {event['reason']}", highlight=False, soft_wrap=True)
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
 
 
 def _number(host: str) -> str:

@@ -43,14 +43,14 @@ def serve(
     out.file = sys.stdout  # ours stays on the console; what Ray prints from now on goes to a file
     with (settings.state_dir / "ray-console.log").open("a") as log, contextlib.redirect_stdout(log):
         with err.status("starting") as status:  # Ctrl-C meanwhile: start() stops what it started
-            service.start(prepared, status.update)
+            service.start(prepared, status.update if err.is_terminal else err.print)
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         try:
             _print_ready(settings, service.url, service.log_path, time.monotonic() - begin)
             while not stop.wait(1.0):
-                pass
+                service.watch(err.print)
         finally:
             with err.status("stopping"):
                 service.stop()

@@ -94,6 +94,7 @@ class World:
         pinned: tuple[str, ...] = (),
         max_waiting: int = 1000,
         replicas: dict[str, int] | None = None,
+        problems: dict[str, str] | None = None,
         **settings: float,
     ) -> None:
         devices = {"d0": budgets} if isinstance(budgets, int) else budgets
@@ -106,6 +107,7 @@ class World:
                 load_timeout_seconds=100.0,
                 max_waiting=max_waiting,
                 replicas=(replicas or {}).get(name, 1),
+                problem=(problems or {}).get(name, ""),
             )
             for name, size in sizes.items()
         ]

@@ -536,3 +536,15 @@ def test_sleep_and_load_by_an_admin_mean_the_whole_model() -> None:
     world.pool.ask_load("a", world.now)
     world.run()
     assert [world.state("a", n) for n in (0, 1)] == [S.READY, S.READY]
+
+
+def test_a_model_whose_source_is_not_there_fails_at_once_and_evicts_nobody() -> None:
+    world = World({"a": 80, "b": 80}, problems={"b": "no such directory"})
+    world.bring_up("a")
+    assert (world.state("b"), world.status("b").cause) == (S.FAILED, "no such directory")
+    world.demand("t", "b")
+    error = world.error("t")
+    assert isinstance(error, LoadFailed) and "no such directory" in error.message
+    assert error.retry_after_seconds is None
+    world.tick(1e6)
+    assert world.state("a") is S.READY and not world.effects.pending
