@@ -48,7 +48,7 @@ class bars:
                 if share >= 1:
                     return
                 if not err.is_terminal:  # a log file gets a line, once per model
-                    err.print(f"preparing {model}", highlight=False)
+                    out.print(f"preparing {model}", highlight=False)
                 tasks[model] = self._progress.add_task(what, total=1.0, model=model)
             self._progress.update(tasks[model], completed=share, description=what)
 

@@ -43,7 +43,7 @@ def serve(
     out.file = sys.stdout  # ours stays on the console; what Ray prints from now on goes to a file
     with (settings.state_dir / "ray-console.log").open("a") as log, contextlib.redirect_stdout(log):
         with err.status("starting") as status:  # Ctrl-C meanwhile: start() stops what it started
-            service.start(prepared, status.update if err.is_terminal else err.print)
+            service.start(prepared, status.update if err.is_terminal else out.print)
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())

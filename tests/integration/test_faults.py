@@ -1,12 +1,13 @@
 """Every process of the service killed, on fake models: what clients see, what is kept, what comes back.
 
-The tests of the whole service run in the order of this file; the last one leaves it without its Redis.
+The tests of the whole service run in the order of this file; the last one leaves no service.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import pytest
 import yaml
 
 from engine.fake import reply_to
-from orchestrator.cluster import require_token
+from orchestrator.cluster import PrivateCluster, require_token
 from tests.service import ADMIN, RunningService, kill_hard, wait_until
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(180)]
@@ -432,15 +433,41 @@ def test_sessions_outlive_a_killed_serve_and_its_leftovers_are_cleaned(service: 
     check_session(service, headers, said)
 
 
-def test_a_killed_redis_is_a_clear_error_and_nothing_is_acknowledged(service: RunningService) -> None:
+def test_a_killed_redis_is_a_clear_error_acknowledges_nothing_and_is_started_again(service: RunningService) -> None:
+    kept = session()
+    said = ["hello", answer_to("dozer", "hello")]
+    assert ask(service, "dozer", "hello", kept).status_code == 200
     heard = Listener(service, "talker", "mid-turn", session()).wait_for(20)
-    pid = service.redis_pid()
-    kill_hard(pid)
-    heard.wait()
-    assert heard.is_one_error(), vars(heard)
-    assert heard.errors[0]["code"] == "store_unavailable"
-    for headers in (session(), {}):
-        refused = ask(service, "dozer", "x", headers)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
-        assert int(refused.headers["retry-after"]) >= 1
-    assert httpx.get(f"{service.url}/ready", timeout=30).status_code == 503
+    assert service.process is not None
+    os.kill(service.process.pid, signal.SIGSTOP)  # else it would start Redis again before we have looked
+    try:
+        kill_hard(service.redis_pid())
+        heard.wait()
+        assert heard.is_one_error(), vars(heard)
+        assert heard.errors[0]["code"] == "store_unavailable"
+        for headers in (session(), {}):
+            refused = ask(service, "dozer", "x", headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+            assert int(refused.headers["retry-after"]) >= 1
+        assert httpx.get(f"{service.url}/ready", timeout=30).status_code == 503
+    finally:
+        os.kill(service.process.pid, signal.SIGCONT)
+    wait_until(lambda: httpx.get(f"{service.url}/ready", timeout=30).status_code == 200, 20, "Redis is back")
+    check_session(service, kept, said)
+
+
+def test_serve_ends_with_a_message_when_its_ray_cluster_dies(service: RunningService) -> None:
+    """The last test: it leaves no service."""
+    raylet = next(p for p in psutil.process_iter(["cmdline"]) if _is_raylet_of(p, service))
+    raylet.kill()
+    assert service.process is not None
+    assert service.process.wait(timeout=60) != 0
+    service.process = None
+    assert "Ray cluster has died" in service.output.read_text()
+    assert service.sweep() == []
+
+
+def _is_raylet_of(process: psutil.Process, service: RunningService) -> bool:
+    words = process.info["cmdline"] or []
+    mark = str(PrivateCluster(service.state_dir, None).temp_dir)
+    return bool(words) and words[0].endswith("/raylet") and any(mark in word for word in words)
