@@ -14,6 +14,7 @@ from engine.core import EngineCore
 from engine.device import ThreadGovernor
 from engine.loader import load_model
 from engine.logprobs import Choice
+from engine.memory import trim
 from engine.protocol import EngineLimits, LoadReport
 from engine.scheduler import Chunk
 
@@ -67,6 +68,7 @@ class TorchEngine(EngineCore):
     def _give_back(self) -> None:
         self._weights.sleep()
         self._kv.give_back()
+        trim()  # else malloc keeps what steps have used, and the residual grows
 
     def _take_again(self) -> None:
         self._weights.wake()

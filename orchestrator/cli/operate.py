@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from orchestrator.cli.app import app
@@ -35,7 +36,7 @@ def ps(url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
             _ago(time.time() - used) if used else "never",
             "below" if model["cause"] else "",
         )
-    out.print(table, soft_wrap=True)
+    Console(width=max(out.width, PS_WIDTH)).print(table)
     for model in body["models"]:
         if model["cause"]:
             out.print(f"{model['model']}: {model['cause']}", highlight=False, soft_wrap=True)
@@ -74,6 +75,9 @@ def _number(host: str) -> str:
     """`` #2`` for a model's second host."""
     number = int(host.rsplit(":", 1)[1])
     return f" #{number + 1}" if number else ""
+
+
+PS_WIDTH = 120  # characters; a narrower terminal wraps lines, which is better than words cut off
 
 
 VERBS = {

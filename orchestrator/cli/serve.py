@@ -45,7 +45,7 @@ def serve(
         with err.status("starting") as status:  # Ctrl-C meanwhile: start() stops what it started
             service.start(prepared, status.update if err.is_terminal else out.print)
         stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
             signal.signal(number, lambda *_: stop.set())
         try:
             _print_ready(settings, service.url, service.log_path, time.monotonic() - begin)
