@@ -47,6 +47,7 @@ class TorchEngine(EngineCore):
     def _warm(self) -> None:
         warm_up(self._runner, self._kv, self.limits)
         self._canary_tokens = canary.answer(self._runner, self._kv, self.limits)
+        trim()  # what measuring and warming up have used once
 
     def _canary(self) -> None:
         canary.check(self._runner, self._kv, self.limits, self._canary_tokens)
@@ -68,7 +69,7 @@ class TorchEngine(EngineCore):
     def _give_back(self) -> None:
         self._weights.sleep()
         self._kv.give_back()
-        trim()  # else malloc keeps what steps have used, and the residual grows
+        trim()  # malloc would keep what steps have used, and the residual would grow
 
     def _take_again(self) -> None:
         self._weights.wake()
