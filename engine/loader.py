@@ -24,6 +24,7 @@ from engine.weights import Weights
 from policies.errors import DoesNotFit, LoadFailed
 
 PROBE_TOKENS = 8
+SAME_SCORES = 1e-3  # of the largest score: far above rounding, far below what a wrong weight does
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole batch
 
@@ -50,11 +51,8 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
     residual = held_bytes()
     config = _read_config(path)
     limits = _fit_window(config, limits)
-    model = _build(path, config, dtype)
-    weights = Weights(model, path, device)
+    runner, weights, layers = _take_over(path, config, dtype, device, limits.block_size)
     trim()
-    runner = Runner(model, device, limits.block_size)
-    layers = _probe(runner, config)
     peak = _measure(runner, layers, limits, dtype, device)
     spare = memory_bytes - weights.nbytes - weights.private_bytes - peak - residual
     kv = _allocate(spare, layers, limits, dtype, device, _explain(memory_bytes, weights.nbytes, peak, residual))
@@ -102,6 +100,23 @@ def _build(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> torch.nn
     return model.eval()
 
 
+def _take_over(
+    path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str, block_size: int
+) -> tuple[Runner, Weights, dict[int, LayerShape]]:
+    """Build the model and give its weights our own memory; its scores must not change by that."""
+    for pack in (device == "cpu", False):
+        model = _build(path, config, dtype)
+        runner = Runner(model, device, block_size)
+        layers, plain = _probe(runner, config)
+        weights = Weights(model, path, device, pack=pack)
+        _, moved = _probe(runner, config)
+        if float((moved - plain).abs().max()) <= SAME_SCORES * float(plain.abs().max()):
+            return runner, weights, layers
+        if not weights.packed:  # else: model code that reads a linear layer's weight itself; leave it plain
+            break
+    raise LoadFailed(f"{path.name}: scores changed when its weights moved; this model family is not supported")
+
+
 def _not_dispatched(config: PretrainedConfig, layers: list[int], cause: str) -> LoadFailed:
     return LoadFailed(
         f"{config.model_type}: layers {layers} of {config.num_hidden_layers} do not dispatch to paged attention "
@@ -114,17 +129,17 @@ def _fit_window(config: PretrainedConfig, limits: EngineLimits) -> EngineLimits:
     return dataclasses.replace(limits, max_model_len=min(limits.max_model_len, trained))
 
 
-def _probe(runner: Runner, config: PretrainedConfig) -> dict[int, LayerShape]:
-    """Refuse a model whose layers do not all come through our attention: it would be silently wrong."""
-    probe, cause = Probe(), ""
+def _probe(runner: Runner, config: PretrainedConfig) -> tuple[dict[int, LayerShape], torch.Tensor]:
+    """Layers and scores. A model whose layers do not all come through our attention is refused: silently wrong."""
+    probe, cause, scores = Probe(), "", torch.empty(0)
     try:
-        probe = runner.probe([1] * PROBE_TOKENS)
+        probe, scores = runner.probe(list(range(1, PROBE_TOKENS + 1)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # model code that never heard of the registry
         cause = f" ({type(error).__name__}: {error})"
     wrong = [i for i in range(config.num_hidden_layers) if probe.dispatches.get(i) != 1]
     if wrong:
         raise _not_dispatched(config, wrong, cause)
-    return dict(sorted(probe.layers.items()))
+    return dict(sorted(probe.layers.items())), scores
 
 
 def _measure(

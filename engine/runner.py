@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -20,13 +19,11 @@ class Runner:
         self._model = model
         self._device = device
         self._block_size = block_size
-        self._offsets = torch.arange(block_size)
 
-    def probe(self, token_ids: Sequence[int]) -> Probe:
-        """One plain forward that records which layers call our attention, and their KV geometry."""
+    def probe(self, token_ids: Sequence[int]) -> tuple[Probe, torch.Tensor]:
+        """One plain forward that records which layers call our attention, and how; and its scores ``[1, V]``."""
         probe = Probe()
-        self._forward(probe, list(token_ids), list(range(len(token_ids))), [len(token_ids) - 1])
-        return probe
+        return probe, self._forward(probe, list(token_ids), list(range(len(token_ids))), [len(token_ids) - 1])
 
     def run(self, chunks: Sequence[Chunk], kv: KVMemory) -> torch.Tensor:
         """Logits ``[R, V]`` (float32) of the chunks that sample, in their order; KV of all chunks is written."""
@@ -36,13 +33,14 @@ class Runner:
         rows: list[int] = []
         for chunk in chunks:
             end = chunk.start + chunk.count
-            spans.append(Span(len(ids), chunk.count, chunk.start, self._slots(chunk.context.block_table, end)))
+            table = chunk.context.block_table
+            spans.append(Span.over(table, self._block_size, first=len(ids), start=chunk.start, count=chunk.count))
             ids += chunk.context.token_ids[chunk.start : end]
             positions += range(chunk.start, end)
             if chunk.samples:
                 rows.append(len(ids) - 1)
-        written = [self._written(span) for span in spans]
-        state = StepState(kv, spans, torch.cat(written).to(self._device))
+        written = torch.cat([span.written() for span in spans])
+        state = StepState(kv, spans, written.to(self._device))
         return self._forward(state, ids, positions, rows)
 
     def _forward(self, state: StepState | Probe, ids: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
@@ -59,18 +57,3 @@ class Runner:
             current_step.reset(token)
         logits: torch.Tensor = out.logits[0]
         return logits.float()
-
-    def _slots(self, table: Sequence[int], length: int) -> torch.Tensor | slice:
-        """Slots of tokens ``0..length-1``: a slice when the blocks adjoin, so that nothing is gathered."""
-        size = self._block_size
-        used = table[: -(-length // size)]
-        if used[-1] - used[0] == len(used) - 1 and all(b - a == 1 for a, b in itertools.pairwise(used)):
-            return slice(used[0] * size, used[0] * size + length)
-        slots = torch.tensor(used)[:, None] * size + self._offsets
-        return slots.view(-1)[:length]
-
-    @staticmethod
-    def _written(span: Span) -> torch.Tensor:
-        if isinstance(span.slots, slice):
-            return torch.arange(span.slots.start + span.start, span.slots.stop)
-        return span.slots[span.start :]

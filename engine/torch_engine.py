@@ -59,7 +59,8 @@ class TorchEngine(EngineCore):
         if not sampled:
             return []
         finite = sampler.finite_rows(logits)
-        logits = logits.nan_to_num(0.0)
+        if not all(finite):
+            logits = logits.nan_to_num(0.0)
         params = [context.request.sampling for context in sampled]
         scores = penalties.adjust(logits, sampled, self._eos)
         tokens = sampler.sample(scores, params, [context.num_tokens for context in sampled])
@@ -73,4 +74,5 @@ class TorchEngine(EngineCore):
 
     def _take_again(self) -> None:
         self._weights.wake()
+        trim()  # what converting weights from another dtype has used
         self._kv.take_again()

@@ -1,7 +1,8 @@
-"""Owns the weights' memory: one arena per dtype, parameters being views, given back and copied in again.
+"""Owns the weights' memory: given back when the model sleeps, filled again when it wakes.
 
-The host copy is the memory-mapped safetensors file: sleeping copies nothing, waking is one copy per file. The arena
-follows the file's own order, so that a whole file is one contiguous copy. Parameters the file holds in another
+The host copy is the memory-mapped safetensors file: sleeping copies nothing. What a model reads every step lies in an
+arena that follows the file's own order, so that adjoining tensors are one copy, or in oneDNN's layout (``linear``).
+Embedding tables on the CPU stay in the map: a step reads a few rows of them. Parameters the file holds in another
 floating dtype are converted while they are copied. Those it does not hold at all (a renamed or computed tensor) keep a
 private copy in memory, and are counted.
 """
@@ -12,11 +13,14 @@ import hashlib
 import json
 import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from engine.linear import PackedLinear, packable
 from policies.errors import LoadFailed
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
@@ -72,16 +76,42 @@ class WeightFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Where a tensor's bytes come from, at the load and at every wake."""
+
+    flat: torch.Tensor  # a view of a mapped file, or a private copy
+    begin: int = -1  # place in the file's data section when the model uses the file's own bytes; else -1
+    file: WeightFile | None = None
+
+    @property
+    def mapped(self) -> bool:
+        """Does the file hold exactly the model's bytes?"""
+        return self.begin >= 0
+
+
+class Store(Protocol):
+    """A piece of the weights' memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def give_back(self) -> None: ...
+
+    def take_again(self) -> None:
+        """Allocate and fill; RuntimeError or MemoryError when memory is short."""
+
+
+@dataclass(frozen=True, slots=True)
 class Copy:
-    """One contiguous piece of the arena and where its bytes come from."""
+    """One contiguous piece of an arena and where its bytes come from."""
 
     offset: int  # bytes into the arena
-    source: torch.Tensor  # flat: a view of a mapped file, or a private copy
+    source: torch.Tensor  # flat
     dtype: torch.dtype  # in the arena
 
 
 class Arena:
-    """Parameters and persistent buffers in one storage."""
+    """Parameters and persistent buffers as views of one storage."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -105,19 +135,31 @@ class Arena:
         self.bytes.untyped_storage().resize_(0)
 
     def take_again(self) -> None:
-        """Allocate and fill; on failure the arena is given back again."""
-        try:
-            self.bytes.untyped_storage().resize_(self.nbytes)
-            self.fill()
-        except (RuntimeError, MemoryError):
-            self.give_back()
-            raise
+        self.bytes.untyped_storage().resize_(self.nbytes)
+        self.fill()
+
+
+class Packed:
+    """The weight of one ``Linear`` in oneDNN's layout."""
+
+    def __init__(self, linear: PackedLinear, source: torch.Tensor) -> None:
+        self._linear = linear
+        self._source = source.view(linear.weight.shape)
+        self.take_again()
+        self.nbytes = linear.packed_bytes
+
+    def give_back(self) -> None:
+        self._linear.unpack()
+
+    def take_again(self) -> None:
+        self._linear.pack(self._source)
 
 
 class Weights:
-    """The weights of one model: awake (arenas filled) or asleep (arenas empty)."""
+    """The weights of one model: awake (every store filled) or asleep (every store empty)."""
 
-    def __init__(self, model: torch.nn.Module, path: Path, device: str) -> None:
+    def __init__(self, model: torch.nn.Module, path: Path, device: str, *, pack: bool = True) -> None:
+        """Takes the tensors of ``model`` over. With ``pack``, its linear layers are replaced where that is faster."""
         self._files = [WeightFile(p) for p in sorted(path.glob("*.safetensors"))]
         if not self._files:
             raise LoadFailed(f"{path} holds no .safetensors file; other formats are not loaded")
@@ -125,63 +167,81 @@ class Weights:
         for file in self._files:
             digest.update(file.fingerprint())
         self.fingerprint = digest.hexdigest()
-        self._arenas: list[Arena] = []
+        self._stores: list[Store] = []
         self.private_bytes = 0
-        self._gather(model, device)
+        tensors = _owned_tensors(model)
+        sources = self._sources(tensors)
+        if pack:
+            self._pack(model, tensors, sources)
+        if device == "cpu":
+            _leave_embeddings_mapped(model, tensors, sources)
+        self._place(tensors, sources, device)
 
     @property
     def nbytes(self) -> int:
-        return sum(arena.nbytes for arena in self._arenas)
+        return sum(store.nbytes for store in self._stores)
+
+    @property
+    def packed(self) -> bool:
+        """Is any weight in oneDNN's layout?"""
+        return any(isinstance(store, Packed) for store in self._stores)
 
     def sleep(self) -> None:
-        for arena in self._arenas:
-            arena.give_back()
+        for store in self._stores:
+            store.give_back()
 
     def wake(self) -> None:
-        """Allocate and copy everything back; RuntimeError or MemoryError leaves it asleep."""
+        """Allocate and fill everything again; RuntimeError or MemoryError leaves it asleep."""
         try:
-            for arena in self._arenas:
-                arena.take_again()
+            for store in self._stores:
+                store.take_again()
         except (RuntimeError, MemoryError):
             self.sleep()
             raise
 
-    def _gather(self, model: torch.nn.Module, device: str) -> None:
-        """Move every tensor of the model into the arenas, in file order; the rest keeps private copies."""
-        left = _owned_tensors(model)
+    def _sources(self, tensors: dict[str, torch.Tensor]) -> dict[str, Source]:
+        """The source of every tensor, those of files first and in their order."""
+        sources: dict[str, Source] = {}
         for file in self._files:
-            known = [stored for stored in file.tensors if stored.name in left]
-            taken = [stored for stored in known if _same(left[stored.name], stored, file)]
-            if taken:
-                self._place_file(file, taken, {t.name: left.pop(t.name) for t in taken}, device)
-            sources = {t.name: _converted(left[t.name], t, file) for t in known if t.name in left}
-            self._place([(left.pop(name), source) for name, source in sources.items() if source is not None], device)
-        private = [(tensor, tensor.detach().cpu().contiguous().view(-1)) for tensor in left.values()]
-        self.private_bytes = sum(source.nbytes for _, source in private)
-        self._place(private, device)
+            for stored in file.tensors:
+                source = _source(tensors[stored.name], stored, file) if stored.name in tensors else None
+                if source is not None:
+                    sources[stored.name] = source
+        for name in tensors.keys() - sources.keys():
+            private = tensors[name].detach().cpu().contiguous().view(-1)
+            self.private_bytes += private.nbytes
+            sources[name] = Source(private)
+        return sources
 
-    def _place_file(
-        self, file: WeightFile, stored: list[StoredTensor], tensors: dict[str, torch.Tensor], device: str
-    ) -> None:
-        begin, end = stored[0].begin, stored[-1].end
-        arena = Arena(end - begin, device)
-        arena.add(Copy(0, file.read(begin, end), torch.uint8))
-        for item in stored:
-            _point(tensors[item.name], arena, item.begin - begin)
-        self._arenas.append(arena)
+    def _pack(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], sources: dict[str, Source]) -> None:
+        """Replace linear layers one by one: each plain weight is freed before the next is reordered."""
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        layers = packable(model)
+        while layers:
+            path, linear = layers.popitem()
+            name = names[id(linear.weight)]
+            parent, _, child = path.rpartition(".")
+            packed = PackedLinear(linear)
+            setattr(model.get_submodule(parent), child, packed)
+            if not _users(model, linear.weight):  # else it is an embedding table tied to the head
+                del tensors[name]
+            del linear
+            self._stores.append(Packed(packed, sources[name].flat))
 
-    def _place(self, pieces: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> None:
-        """Tensors and their sources, one by one: each old copy is freed before the next is made."""
-        if not pieces:
-            return
-        arena = Arena(sum(_padded(tensor) for tensor, _ in pieces), device)
-        offset = 0
-        for tensor, source in pieces:
-            arena.add(Copy(offset, source, tensor.dtype))
-            size = _padded(tensor)
-            _point(tensor, arena, offset)
-            offset += size
-        self._arenas.append(arena)
+    def _place(self, tensors: dict[str, torch.Tensor], sources: dict[str, Source], device: str) -> None:
+        """Move the tensors that are left into arenas, file by file; each old copy is freed before the next is made."""
+        for file in [*self._files, None]:
+            names = [name for name, source in sources.items() if name in tensors and source.file is file]
+            runs = list(_runs(names, sources))
+            if runs:
+                sizes = [sum(_nbytes(tensors[name]) for name in run) for run in runs]
+                arena = Arena(sum(map(_padded, sizes)), device)
+                offset = 0
+                for run, size in zip(runs, sizes, strict=True):
+                    arena.add(_copy(offset, size, sources[run[0]], tensors[run[0]].dtype))
+                    _point([tensors.pop(name) for name in run], arena, offset)
+                    offset += _padded(size)
+                self._stores.append(arena)
 
 
 def _owned_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -196,31 +256,75 @@ def _owned_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return owned
 
 
-def _same(tensor: torch.Tensor, stored: StoredTensor, file: WeightFile) -> bool:
-    """Is the file's tensor bit for bit what the model uses? Loading may rename, transpose or recompute."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if tuple(tensor.shape) != stored.shape or nbytes != stored.end - stored.begin:
-        return False
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return torch.equal(flat, file.read(stored.begin, stored.end))
+def _users(model: torch.nn.Module, weight: torch.Tensor) -> list[torch.nn.Module]:
+    """The modules that have this tensor as a parameter of their own."""
+    return [m for m in model.modules() if any(p is weight for p in m.parameters(recurse=False))]
 
 
-def _converted(tensor: torch.Tensor, stored: StoredTensor, file: WeightFile) -> torch.Tensor | None:
-    """The file's tensor (flat) if the model's is exactly that in another floating dtype."""
-    dtype = FLOATS.get(stored.dtype)
-    if dtype is None or tensor.dtype not in FLOATS.values() or tuple(tensor.shape) != stored.shape:
-        return None
-    source = file.read(stored.begin, stored.end).view(dtype)
+def _leave_embeddings_mapped(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor], sources: dict[str, Source]
+) -> None:
+    """Let embedding tables be read from the mapped file where nothing else uses them."""
+    for name, tensor in list(tensors.items()):
+        users = _users(model, tensor)
+        if sources[name].mapped and len(users) == 1 and isinstance(users[0], torch.nn.Embedding):
+            del tensors[name]
+            tensor.data = sources[name].flat.view(tensor.shape)
+            tensor.requires_grad_(False)
+
+
+def _source(tensor: torch.Tensor, stored: StoredTensor, file: WeightFile) -> Source | None:
+    """The file's tensor as a source, if the model uses its bytes or their conversion; None if it does not.
+
+    Loading may rename, transpose or recompute.
+    """
+    raw = file.read(stored.begin, stored.end)
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return source if torch.equal(source.to(flat.dtype), flat) else None
+    if tuple(tensor.shape) != stored.shape:
+        return None
+    if flat.nbytes == raw.nbytes and torch.equal(flat.view(torch.uint8), raw):
+        return Source(raw.view(tensor.dtype), stored.begin, file)
+    dtype = FLOATS.get(stored.dtype)
+    if dtype is None or tensor.dtype not in FLOATS.values():
+        return None
+    converted = raw.view(dtype)
+    return Source(converted, file=file) if torch.equal(converted.to(flat.dtype), flat) else None
 
 
-def _point(tensor: torch.Tensor, arena: Arena, offset: int) -> None:
-    nbytes = tensor.numel() * tensor.element_size()
-    view = arena.bytes[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
-    tensor.data = view
-    tensor.requires_grad_(False)
+def _runs(names: list[str], sources: dict[str, Source]) -> Iterator[list[str]]:
+    """Names of tensors that adjoin in their file, together."""
+    run: list[str] = []
+    follows = (-1, torch.uint8)
+    for name in names:
+        source = sources[name]
+        if run and not (source.mapped and (source.begin, source.flat.dtype) == follows):
+            yield run
+            run = []
+        run.append(name)
+        follows = (source.begin + source.flat.nbytes if source.mapped else -2, source.flat.dtype)
+    if run:
+        yield run
 
 
-def _padded(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // 64) * 64
+def _copy(offset: int, nbytes: int, first: Source, dtype: torch.dtype) -> Copy:
+    """The copy of a run that begins with ``first``."""
+    if first.mapped and first.file is not None:
+        return Copy(offset, first.file.read(first.begin, first.begin + nbytes), torch.uint8)
+    return Copy(offset, first.flat, dtype)
+
+
+def _point(tensors: list[torch.Tensor], arena: Arena, offset: int) -> None:
+    """Let adjoining tensors be views of the arena from ``offset`` on."""
+    for tensor in tensors:
+        end = offset + _nbytes(tensor)
+        tensor.data = arena.bytes[offset:end].view(tensor.dtype).view(tensor.shape)
+        tensor.requires_grad_(False)
+        offset = end
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64

@@ -6,6 +6,8 @@ is FlashAttention's and Flash-Decoding's.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,12 +24,39 @@ class Span:
     first: int
     count: int
     start: int
-    slots: torch.Tensor | slice  # where its tokens 0..start+count-1 lie; a slice when its blocks adjoin
+    blocks: torch.Tensor  # [n] block ids of its tokens 0..start+count-1
+    block_size: int
+    adjoining: bool  # do the blocks follow each other? Then nothing is gathered
     masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by window, shared by the layers of a step
+
+    @classmethod
+    def over(cls, table: Sequence[int], block_size: int, *, first: int, start: int, count: int) -> Span:
+        """The span of a request with this block table."""
+        used = table[: -(-(start + count) // block_size)]
+        adjoining = all(b - a == 1 for a, b in itertools.pairwise(used))
+        return cls(first, count, start, torch.tensor(used), block_size, adjoining)
 
     @property
     def length(self) -> int:
         return self.start + self.count
+
+    def written(self) -> torch.Tensor:
+        """Slots ``[count]`` of its new tokens."""
+        positions = torch.arange(self.start, self.length)
+        return self.blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def read(self, store: torch.Tensor, skip: int) -> torch.Tensor:
+        """``[H, length - skip, D]``: its tokens from ``skip`` on, out of ``store`` ``[slots, H, D]``.
+
+        Whole blocks are gathered: a row of one token is too short for a fast copy.
+        """
+        before = skip // self.block_size
+        if self.adjoining:
+            begin = int(self.blocks[0]) * self.block_size
+            return store[begin + skip : begin + self.length].transpose(0, 1)
+        blocks = store.view(-1, self.block_size, *store.shape[1:]).index_select(0, self.blocks[before:])
+        inside = before * self.block_size
+        return blocks.flatten(0, 1)[skip - inside : self.length - inside].transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +82,15 @@ def attend(query: torch.Tensor, kv: KVMemory, layer: int, spans: list[Span], sco
     out = query.new_empty(query.shape[1], query.shape[0], values.shape[2])
     for span in spans:
         rows = slice(span.first, span.first + span.count)
-        seen = _last(span, score.window)
-        key = keys[seen].transpose(0, 1)  # [Hkv, L, D]; a view when the blocks adjoin
-        value = values[seen].transpose(0, 1)
+        skip = _unseen(span, score.window)
+        key, value = span.read(keys, skip), span.read(values, skip)
         out[rows] = _attend_one(query[:, rows], key, value, span, score).transpose(0, 1)
     return out
 
 
-def _last(span: Span, window: int | None) -> torch.Tensor | slice:
-    """The slots that any of this span's rows can see."""
-    if window is None or span.start + 1 <= window:
-        return span.slots
-    skip = span.start + 1 - window
-    if isinstance(span.slots, slice):
-        return slice(span.slots.start + skip, span.slots.stop)
-    return span.slots[skip:]
+def _unseen(span: Span, window: int | None) -> int:
+    """How many of its first tokens none of this span's rows can see."""
+    return 0 if window is None else max(0, span.start + 1 - window)
 
 
 def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score) -> torch.Tensor:

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine import linear
+from engine.linear import PackedLinear
 from engine.protocol import EngineLimits
 from engine.scheduler import Chunk
 from engine.torch_engine import TorchEngine
@@ -37,25 +39,48 @@ def path(tmp_path: Path) -> Path:
     return save_tiny(config(), tmp_path)
 
 
-def parameters(engine: TorchEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine._runner._model.state_dict().items()}
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every parameter, those in oneDNN's layout put back into the plain one."""
+    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            assert module._packed is not None
+            found[f"{name}.weight"] = module._packed.to_dense()
+    return found
 
 
-def test_waking_restores_every_parameter_bit_for_bit_and_sleeping_empties_them(path: Path) -> None:
+def check_empty(engine: TorchEngine) -> None:
+    """Nothing of the weights is held, but for tables that are read from the file."""
+    for store in engine._weights._stores:
+        if isinstance(store, Arena):
+            assert store.bytes.untyped_storage().nbytes() == 0
+    for module in engine._runner._model.modules():
+        assert not isinstance(module, PackedLinear) or module._packed is None
+
+
+@pytest.fixture(params=["packed", "plain"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test with all linear layers in oneDNN's layout, and with none: measuring must not choose for us."""
+    monkeypatch.setattr(linear, "_is_faster", lambda _: request.param == "packed")
+    return str(request.param)
+
+
+def test_waking_restores_every_parameter_bit_for_bit_and_sleeping_empties_them(path: Path, form: str) -> None:
     engine = torch_engine(path, LIMITS)
-    before = parameters(engine)
+    assert engine._weights.packed == (form == "packed")
+    before = parameters(engine._runner._model)
     engine.sleep()
-    for tensor in engine._runner._model.state_dict().values():
-        assert tensor.untyped_storage().nbytes() == 0
+    check_empty(engine)
     assert engine._kv.keys[0].untyped_storage().nbytes() == 0
     engine.wake()
-    after = parameters(engine)
+    after = parameters(engine._runner._model)
     assert before.keys() == after.keys()
     stored = load_file(path / "model.safetensors")
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
         assert torch.equal(tensor, stored[name]), name
-    assert engine.report.weight_bytes >= sum(t.numel() * 4 for t in stored.values())
+    on_device = sum(t.numel() * 4 for name, t in stored.items() if "embed_tokens" not in name)
+    assert on_device <= engine.report.weight_bytes < 1.1 * on_device
 
 
 SLEEPER = """
@@ -109,7 +134,7 @@ def test_sleeping_gives_the_weights_bytes_back_to_the_machine(stored: str, tmp_p
 
 @pytest.mark.parametrize("fails", ["weights", "kv"])
 def test_a_wake_without_memory_rolls_back_and_can_be_tried_again(
-    fails: str, path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: str, form: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = torch_engine(path, LIMITS)
     before = run(engine, request("a", PROMPT, 8, ignore_eos=True))["a"].tokens
@@ -120,27 +145,32 @@ def test_a_wake_without_memory_rolls_back_and_can_be_tried_again(
 
     with monkeypatch.context() as patch:
         if fails == "weights":
-            patch.setattr(Arena, "fill", short)
+            patch.setattr(PackedLinear if form == "packed" else Arena, "pack" if form == "packed" else "fill", short)
         else:
             patch.setattr(engine._kv, "take_again", short)
         with pytest.raises(HostUnavailable, match="not enough memory to wake"):
             engine.wake()
-    for tensor in engine._runner._model.state_dict().values():
-        assert tensor.untyped_storage().nbytes() == 0
+    check_empty(engine)
     with pytest.raises(HostUnavailable):
         engine.add(request("b", PROMPT))
     engine.wake()
     assert run(engine, request("b", PROMPT, 8, ignore_eos=True))["b"].tokens == before
 
 
-def test_a_wake_that_brings_other_weights_back_is_noticed_by_the_canary(path: Path) -> None:
+def test_a_wake_that_brings_other_weights_back_is_noticed_by_the_canary(path: Path, form: str) -> None:
     engine = torch_engine(path, LIMITS)
     engine.sleep()
     wake = engine._weights.wake
 
     def garbled() -> None:
         wake()
-        engine._weights._arenas[0].bytes.view(torch.float32).mul_(-1.3)
+        for module in engine._runner._model.modules():
+            if isinstance(module, PackedLinear):
+                assert module._packed is not None
+                module.pack(module._packed.to_dense() * -1.3)
+        for store in engine._weights._stores:
+            if isinstance(store, Arena):
+                store.bytes.view(torch.float32).mul_(-1.3)
 
     engine._weights.wake = garbled  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="canary"):
@@ -171,12 +201,12 @@ def test_only_what_the_file_does_not_hold_has_a_private_copy(stored: str, privat
         save_file(tensors, file)  # another content than the model that was built
     else:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = parameters(model)
     weights = Weights(model, path, "cpu")
     assert (weights.private_bytes > 0) == private
     weights.sleep()
     weights.wake()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in parameters(model).items():
         assert torch.equal(tensor, before[name]), name
 
 
@@ -189,8 +219,9 @@ def test_several_files_are_gathered(tmp_path: Path) -> None:
     engine = torch_engine(tmp_path, LIMITS)
     engine.sleep()
     engine.wake()
+    found = parameters(engine._runner._model)
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, engine._runner._model.state_dict()[name]), name
+        assert torch.equal(tensor, found[name]), name
 
 
 def test_fingerprints_differ_with_the_weights_and_only_with_them(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from engine.attention import reference
 from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
 from engine.attention.torch_blocks import Score, Span, attend
-from engine.runner import Runner
 
 BLOCK = 4
 NAN = float("nan")
@@ -95,7 +94,6 @@ def compare(case: Case) -> None:
     kv = KVMemory({3: shape}, (sum(blocks_of) + 2) * BLOCK, torch.float32, "cpu")
     kv.keys[3].fill_(NAN)
     kv.values[3].fill_(NAN)
-    runner = Runner(torch.nn.Module(), "cpu", BLOCK)
     free = list(range(sum(blocks_of) + 2))
     spans, rows, expected = [], 0, []
     query = torch.randn(heads, sum(p.count for p in case.parts), case.head_dim)
@@ -107,13 +105,12 @@ def compare(case: Case) -> None:
             table = [free[i] for i in torch.randperm(len(free))[:count].tolist()]
         free = [block for block in free if block not in table]
         length = part.start + part.count
-        slots = runner._slots(table, length)
         key, value = torch.randn(length, case.kv_heads, case.head_dim), torch.randn(length, case.kv_heads, value_dim)
         flat = [table[i // BLOCK] * BLOCK + i % BLOCK for i in range(length)]
         oldest = 0 if case.window is None else max(0, part.start + 1 - case.window)
         for position in range(oldest, length):  # what lies before the window stays NaN: it must not be read
             kv.keys[3][flat[position]], kv.values[3][flat[position]] = key[position], value[position]
-        spans.append(Span(rows, part.count, part.start, slots))
+        spans.append(Span.over(table, BLOCK, first=rows, start=part.start, count=part.count))
         expected.append(
             reference.attend(
                 query[:, rows : rows + part.count].double(),
