@@ -62,6 +62,8 @@ class EngineLoop:
                     outputs = self._engine.step()
                     if outputs:
                         self._deliver(outputs)
+                    if not self._engine.has_work():
+                        self._engine.check()  # a leak is found here, not when the pool has run dry
         except Exception as error:  # noqa: BLE001 — boundary: the engine is lost, its host must say so
             self._crashed(error)
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from engine import linear
 from engine.linear import PackedLinear
@@ -155,6 +157,28 @@ def test_a_wake_without_memory_rolls_back_and_can_be_tried_again(
         engine.add(request("b", PROMPT))
     engine.wake()
     assert run(engine, request("b", PROMPT, 8, ignore_eos=True))["b"].tokens == before
+
+
+def test_model_code_that_multiplies_with_a_weight_itself_keeps_it_plain(
+    path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The placeholder of a packed weight is NaN: model code that reads it would be found out, and is left alone."""
+    expected = generate(plain_model(path), PROMPT, 8)
+    monkeypatch.setattr(
+        LlamaMLP,
+        "forward",
+        lambda self, x: F.linear(self.act_fn(self.gate_proj(x)) * self.up_proj(x), self.down_proj.weight),
+    )
+    engine = torch_engine(path, LIMITS)
+    assert not engine._weights.packed
+    expected.check(run(engine, request("a", PROMPT, 8, ignore_eos=True))["a"].tokens)
+
+
+def test_weights_that_come_out_of_the_move_changed_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arena, "fill", lambda self: self.bytes.zero_())
+    monkeypatch.setattr(Arena, "add", lambda self, copy: None)
+    with pytest.raises(LoadFailed, match="scores changed"):
+        TorchEngine(path, 2**30, LIMITS).load()
 
 
 def test_a_wake_that_brings_other_weights_back_is_noticed_by_the_canary(path: Path, form: str) -> None:

@@ -1,0 +1,111 @@
+"""Engine entries of the scenario bank: the bounds of the pool, its books, and generations taken up elsewhere."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.loop import EngineLoop
+from engine.protocol import EngineLimits, Output
+from engine.torch_engine import TorchEngine
+from policies.errors import EngineError, RequestTooLarge
+from tests.engine_helpers import drain, fake_engine, request, run, save_tiny, torch_engine
+
+BLOCK = 4
+PROMPT = [5, 9, 200, 31, 77, 12, 45]
+
+BREAKS = {
+    "test_E17": ("engine/scheduler.py", "return len(self.pool) * self.limits.block_size", "return 10**9"),
+    "test_E35": ("engine/loop.py", "self._engine.check()", "pass"),
+    "test_E44": (
+        "engine/context.py",
+        "[*self.request.prompt_token_ids, *self.request.delivered_token_ids]",
+        "[*self.request.prompt_token_ids, *self.request.delivered_token_ids[1:]]",
+    ),
+}
+
+
+@pytest.mark.parametrize("beside", [0, 3])
+@pytest.mark.parametrize("over", [-BLOCK, -1, 0, 1, BLOCK])
+def test_E17_around_the_pool_s_capacity_a_request_runs_or_is_refused_and_none_waits_for_ever(
+    over: int, beside: int
+) -> None:
+    capacity = 16 * BLOCK
+    limits = EngineLimits(max_model_len=4096, block_size=BLOCK, step_tokens=32, max_running=8)
+    engine = fake_engine(limits, kv_capacity_tokens=capacity, reply_words=100)
+    for number in range(beside):
+        engine.add(request(f"small{number}", [number + 1] * 5, 11))
+    near = request("near", PROMPT, capacity + over - len(PROMPT), arrival=1.0)
+    if over > 0:
+        with pytest.raises(RequestTooLarge, match=f"at most {capacity}"):
+            engine.add(near)
+    else:
+        engine.add(near)
+    engine.add(request("after", PROMPT[:3], 5, arrival=2.0))
+    said = drain(engine, most_steps=600)
+    assert len(said) == beside + (over <= 0) + 1
+    assert all(one.last.finish_reason == "length" for one in said.values())
+
+
+def test_E17_cancelling_the_one_that_fills_the_pool_lets_the_queue_go_on() -> None:
+    limits = EngineLimits(max_model_len=4096, block_size=BLOCK, step_tokens=64, max_running=8)
+    engine = fake_engine(limits, kv_capacity_tokens=64, reply_words=100)
+    engine.add(request("near", PROMPT * 8, 64 - len(PROMPT) * 8))
+    engine.step()
+    engine.add(request("next", PROMPT * 4, 4, arrival=1.0))
+    engine.step()
+    assert [context.request.request_id for context in engine._scheduler.waiting] == ["next"]
+    assert engine.cancel("near", 0, "the client went away")
+    assert drain(engine, most_steps=20)["next"].last.finish_reason == "length"
+
+
+def test_E35_an_engine_that_has_become_idle_checks_its_books() -> None:
+    engine = fake_engine(EngineLimits(max_model_len=256, block_size=BLOCK), kv_capacity_tokens=256)
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    loop = EngineLoop(engine, lambda outputs: [events.put(o) for o in outputs if o.final], events.put)
+    loop.start()
+    for name in "ab":
+        loop.call(lambda engine, name=name: engine.add(request(name, PROMPT, 8))).result(5)  # type: ignore[misc]
+        assert isinstance(events.get(timeout=5), Output)
+    loop.call(lambda engine: engine.check()).result(5)
+    books = engine._scheduler.pool.books()
+    assert (books.free, books.held, books.fenced) == (books.total, 0, 0)
+    assert 0 < books.cached < books.total
+    pool = engine._scheduler.pool
+    pool._refs[next(reversed(pool._free))] += 1  # as a lost release would leave it
+    loop.call(lambda engine: engine.add(request("c", PROMPT, 8))).result(5)
+    assert isinstance(events.get(timeout=5), Output)  # the answer first
+    crash = events.get(timeout=5)
+    assert isinstance(crash, EngineError) and "books" in crash.message
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
+    import torch
+    from transformers import AutoConfig
+
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    config = AutoConfig.for_model("llama", **sizes, **heads, bos_token_id=0, eos_token_id=1)
+    path: Path = save_tiny(config, tmp_path_factory.mktemp("tiny"))
+    before = torch.get_num_threads()
+    yield torch_engine(path, EngineLimits(max_model_len=128, block_size=BLOCK, step_tokens=64, max_running=8))
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("tokens", [len(PROMPT), 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 4 * BLOCK + 1])
+def test_E44_taken_up_around_a_block_s_edge_and_with_nothing_said_yet(
+    tiny: TorchEngine, tokens: int, cached: bool
+) -> None:
+    whole = run(tiny, request("whole", PROMPT, 16, temperature=0.7, seed=5, ignore_eos=True))["whole"]
+    if not cached:
+        tiny._scheduler.pool.clear_cache()
+    delivered = whole.tokens[: tokens - len(PROMPT)]
+    rest = run(tiny, request("rest", PROMPT, 16, temperature=0.7, seed=5, ignore_eos=True, delivered=delivered))["rest"]
+    assert delivered + rest.tokens == whole.tokens
+    assert rest.last.usage is not None and whole.last.usage is not None
+    assert rest.last.usage.completion_tokens == whole.last.usage.completion_tokens == 16
