@@ -10,7 +10,7 @@ A block is in exactly one of three places:
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from policies.errors import EngineError
@@ -27,10 +27,16 @@ class Books:
     cached: int
 
 
+def _drop(block: int, key: bytes, token_ids: tuple[int, ...]) -> None:
+    """What is evicted is lost."""
+
+
 class BlockPool:
     """Reference-counted KV blocks with a content-addressed cache among the free ones."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes, tuple[int, ...]], None] = _drop) -> None:
+        """``on_evict`` is told (block, key, token ids) of cached content just before its block is given out."""
+        self._on_evict = on_evict
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._tokens: list[tuple[int, ...]] = [()] * num_blocks
@@ -52,6 +58,9 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
+            key = self._keys[block]
+            if key is not None:
+                self._on_evict(block, key, self._tokens[block])
             self._forget(block)
             self._refs[block] = 1
             blocks.append(block)
@@ -61,13 +70,27 @@ class BlockPool:
         """The longest cached prefix: blocks whose keys, and whose token ids, are those asked for. Takes nothing."""
         found = []
         for index, key in enumerate(keys):
-            block = self._by_key.get(key)
+            block = self.find(key, token_ids[index * block_size : (index + 1) * block_size])
             if block is None:
                 break
-            if self._tokens[block] != tuple(token_ids[index * block_size : (index + 1) * block_size]):
-                break  # a sha256 collision, or a bug: either way not our KV
             found.append(block)
         return found
+
+    def find(self, key: bytes, token_ids: Sequence[int]) -> int | None:
+        """The block with this key and these token ids; with other ids, by a collision or a bug, it is not our KV."""
+        block = self._by_key.get(key)
+        return block if block is not None and self._tokens[block] == tuple(token_ids) else None
+
+    def cached(self) -> Iterator[tuple[int, bytes, tuple[int, ...]]]:
+        """(block, key, token ids) of the content among the free blocks, least recently used first."""
+        for block in self._free:
+            key = self._keys[block]
+            if key is not None:
+                yield block, key, self._tokens[block]
+
+    def shared(self, block: int) -> bool:
+        """Do several contexts hold this block?"""
+        return self._refs[block] > 1
 
     def holds(self, key: bytes) -> bool:
         """Is the block with this key still findable?"""

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from engine.blocks import BlockPool
 from engine.context import Context
 from engine.detokenizer import Decoder, TextStream
 from engine.logprobs import Choice, describe
@@ -27,6 +26,8 @@ from engine.protocol import (
     WakeReport,
 )
 from engine.scheduler import Chunk, Scheduler, StepPlan
+from engine.tiers import Move
+from policies import preemption
 from policies.errors import BadRequest, DeadlineExceeded, EngineError, HostUnavailable
 from policies.types import ContextState
 
@@ -72,10 +73,16 @@ class EngineCore(ABC):
     def _take_again(self) -> None:
         """Undo ``_give_back``; RuntimeError or MemoryError when memory is short."""
 
+    @abstractmethod
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Copy KV blocks between device and host memory, in this order; RuntimeError, MemoryError or OSError."""
+
     def _begin(self, report: LoadReport, decoder: Decoder, eos: frozenset[int], vocabulary: int) -> None:
         self.report = report
         self._decoder, self._eos, self._vocabulary = decoder, eos, vocabulary
-        self._scheduler = Scheduler(self.limits, BlockPool(report.kv_capacity_tokens // self.limits.block_size))
+        size = self.limits.block_size
+        host_blocks = report.kv_host_capacity_tokens // size if preemption.keep(report.kv_costs, size) else 0
+        self._scheduler = Scheduler(self.limits, report.kv_capacity_tokens // size, host_blocks)
 
     # -- life of the model -------------------------------------------------------
 
@@ -88,7 +95,8 @@ class EngineCore(ABC):
             raise EngineError(f"{len(self._contexts)} generations are live; drain before sleeping")
         if self._awake:
             self._awake = False
-            self._scheduler.pool.clear_cache()  # the KV goes: nothing may be found again
+            self._park()
+            self._scheduler.pool.clear_cache()  # the device's KV goes: nothing may be found there again
             self._give_back()
 
     def wake(self) -> WakeReport:
@@ -139,6 +147,8 @@ class EngineCore(ABC):
     def step(self) -> Sequence[Output]:
         """Schedule → run → commit."""
         plan = self._scheduler.schedule(time.monotonic(), time.time())
+        if plan.moves:
+            plan = self._carry_out(plan)
         self._scheduler.launched()
         choices = self._compute(plan.chunks) if plan.chunks else []
         return self._commit(plan, choices)
@@ -146,10 +156,14 @@ class EngineCore(ABC):
     def check(self) -> None:
         self._scheduler.check()
 
+    def _kept(self, key: bytes) -> bool:
+        return self._scheduler.pool.holds(key) or self._scheduler.host.holds(key)
+
     def stats(self) -> EngineStats:
         if not hasattr(self, "_scheduler"):
             return EngineStats()
         books = self._scheduler.pool.books()
+        host = self._scheduler.host.books()
         waiting = Counter(c.request.tenant for c in self._scheduler.waiting)
         return EngineStats(
             running=len(self._scheduler.running),
@@ -157,16 +171,38 @@ class EngineCore(ABC):
             kv_blocks_total=books.total,
             kv_blocks_used=books.held,
             kv_blocks_cached=books.cached,
+            kv_host_blocks_total=host.total,
+            kv_host_blocks_used=host.used,
+            kv_blocks_moved_out=host.moved_out,
+            kv_blocks_moved_in=host.moved_in,
+            kv_moves_failed=self._counts["moves_failed"],
             prompt_tokens=self._counts["prompt"],
             cached_tokens=self._counts["cached"],
             generated_tokens=self._counts["generated"],
             preemptions=self._scheduler.preemptions,
             steps=self._counts["steps"],
-            sessions=sum(self._scheduler.pool.holds(key) for key in self._sessions.values()),
+            sessions=sum(self._kept(key) for key in self._sessions.values()),
             tenants_waiting=tuple(sorted(waiting.items())),
         )
 
     # -- inside ------------------------------------------------------------------
+
+    def _carry_out(self, plan: StepPlan) -> StepPlan:
+        """Copy what the plan wants copied; where that fails, time is lost, and never an answer."""
+        try:
+            self._move(plan.moves)
+        except (RuntimeError, MemoryError, OSError) as error:
+            self._counts["moves_failed"] += 1
+            return self._scheduler.moves_failed(plan, time.monotonic(), f"{type(error).__name__}: {error}")
+        return plan
+
+    def _park(self) -> None:
+        """Bring the cached KV to host memory, as far as there is room."""
+        try:
+            self._move(self._scheduler.park())
+        except (RuntimeError, MemoryError, OSError):
+            self._counts["moves_failed"] += 1
+            self._scheduler.host.clear()
 
     def _validate(self, request: GenerationRequest) -> None:
         tokens = request.prompt_token_ids

@@ -33,6 +33,15 @@ def peak_of(step: Callable[[], object]) -> int:
     return max(0, status_bytes()["VmHWM"] - before)
 
 
+def seconds_of(step: Callable[[], object]) -> float:
+    """Wall seconds of one run."""
+    begin = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
 class ThreadGovernor:
     """Falls back to one thread while other processes want the cores.
 

@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.logprobs import Choice
 from engine.protocol import EngineLimits, LoadReport
 from engine.scheduler import Chunk
+from engine.tiers import Move
 from policies.errors import LoadFailed
 
 EOS = 0
@@ -81,6 +82,7 @@ class FakeEngine(EngineCore):
             fingerprint="fake",
             dtype="bytes",
             seconds=fake.load_seconds,
+            kv_host_capacity_tokens=self.limits.kv_host_bytes * fake.kv_capacity_tokens // max(1, fake.kv_bytes),
         )
         self._begin(report, FakeTokenizer(), frozenset({EOS}), VOCABULARY)
         return report
@@ -113,6 +115,9 @@ class FakeEngine(EngineCore):
         if position >= len(reply) and position < request.sampling.min_tokens:
             reply = (reply or b" ") * (position + 1)  # once more from the start
         return reply[position] if position < len(reply) else EOS
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """There is no KV."""
 
     def _give_back(self) -> None:
         """Nothing is held."""

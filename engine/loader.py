@@ -22,8 +22,10 @@ from engine.protocol import EngineLimits, LoadReport
 from engine.runner import Runner
 from engine.weights import Weights
 from policies.errors import DoesNotFit, LoadFailed
+from policies.preemption import KVCosts
 
 PROBE_TOKENS = 8
+COPIED_BLOCKS = 8  # to measure what copying KV costs
 SAME_SCORES = 1e-3  # of the largest score: far above rounding, far below what a wrong weight does
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole batch
@@ -36,6 +38,7 @@ class Loaded:
     weights: Weights
     runner: Runner
     kv: KVMemory
+    host_kv: KVMemory
     limits: EngineLimits
     eos_token_ids: frozenset[int]
     vocabulary: int
@@ -53,20 +56,24 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
     limits = _fit_window(config, limits)
     runner, weights, layers = _take_over(path, config, dtype, device, limits.block_size)
     trim()
-    peak = _measure(runner, layers, limits, dtype, device)
-    spare = memory_bytes - weights.nbytes - weights.private_bytes - peak - residual
+    peak, prefill_seconds = _measure(runner, layers, limits, dtype, device)
+    host_kv = _host_kv(layers, limits, dtype)
+    residual += weights.private_bytes + host_kv.nbytes
+    spare = memory_bytes - weights.nbytes - peak - residual
     kv = _allocate(spare, layers, limits, dtype, device, _explain(memory_bytes, weights.nbytes, peak, residual))
     report = LoadReport(
         weight_bytes=weights.nbytes,
         kv_bytes=kv.nbytes,
         kv_capacity_tokens=kv.num_slots,
         peak_bytes=peak,
-        residual_bytes=residual + weights.private_bytes,
+        residual_bytes=residual,
         fingerprint=weights.fingerprint,
         dtype=str(dtype),
         seconds=time.monotonic() - begin,
+        kv_host_capacity_tokens=host_kv.num_slots,
+        kv_costs=KVCosts(_copy_seconds(kv, host_kv, limits.block_size), prefill_seconds),
     )
-    return Loaded(weights, runner, kv, limits, _eos(path, config), config.vocab_size, report)
+    return Loaded(weights, runner, kv, host_kv, limits, _eos(path, config), config.vocab_size, report)
 
 
 def _read_config(path: Path) -> PretrainedConfig:
@@ -144,8 +151,8 @@ def _probe(runner: Runner, config: PretrainedConfig) -> tuple[dict[int, LayerSha
 
 def _measure(
     runner: Runner, layers: dict[int, LayerShape], limits: EngineLimits, dtype: torch.dtype, device: str
-) -> int:
-    """Threads for decoding, then the activation peak of the largest step."""
+) -> tuple[int, float]:
+    """Threads for decoding; then the activation peak of the largest step, and its seconds per token."""
     slots = -(-limits.step_tokens // limits.block_size) * limits.block_size
     scratch = KVMemory(layers, slots, dtype, device)
     rows = min(limits.max_running, limits.step_tokens)
@@ -154,8 +161,10 @@ def _measure(
         machine.choose_threads(decode)
     per_context = max(1, limits.step_tokens // rows)
     widest = made_up_step(runner, scratch, limits, [[1] * per_context] * rows)
-    longest = made_up_step(runner, scratch, limits, [[1] * min(limits.step_tokens, limits.max_model_len)])
-    return max(machine.peak_of(widest), machine.peak_of(longest))
+    tokens = min(limits.step_tokens, limits.max_model_len)
+    longest = made_up_step(runner, scratch, limits, [[1] * tokens])
+    peak = max(machine.peak_of(widest), machine.peak_of(longest))
+    return peak, machine.seconds_of(longest) / tokens
 
 
 def _allocate(
@@ -167,6 +176,25 @@ def _allocate(
     if blocks < 2:
         raise DoesNotFit(f"{why} = {spare} bytes for KV; two blocks need {2 * block_bytes}. Raise memory_bytes")
     return KVMemory(layers, blocks * limits.block_size, dtype, device)
+
+
+def _host_kv(layers: dict[int, LayerShape], limits: EngineLimits, dtype: torch.dtype) -> KVMemory:
+    """Room for KV that left the device; its pages are taken when they are first written."""
+    block_bytes = bytes_per_token(layers, dtype) * limits.block_size
+    blocks = limits.kv_host_bytes // block_bytes
+    if limits.kv_host_bytes and not blocks:
+        raise DoesNotFit(f"kv_host {limits.kv_host_bytes} bytes is less than one block of {block_bytes}")
+    return KVMemory(layers, blocks * limits.block_size, dtype, "cpu")
+
+
+def _copy_seconds(kv: KVMemory, host_kv: KVMemory, block_size: int) -> float:
+    """Of one block, device to host memory."""
+    blocks = min(COPIED_BLOCKS, kv.num_slots // block_size, host_kv.num_slots // block_size)
+    if not blocks:
+        return 0.0
+    pairs = [(block, block) for block in range(blocks)]
+    kv.copy_blocks(host_kv, pairs, block_size)  # the first one takes the pages
+    return machine.seconds_of(lambda: kv.copy_blocks(host_kv, pairs, block_size)) / blocks
 
 
 def _explain(memory: int, weights: int, peak: int, residual: int) -> str:

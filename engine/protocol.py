@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from policies.errors import OrchestratorError
+from policies.preemption import NOT_MEASURED, KVCosts
 from policies.types import Tier
 
 FinishReason = Literal["stop", "length"]
@@ -118,6 +119,7 @@ class EngineLimits:
     step_tokens: int = 256  # most tokens computed in one step
     max_running: int = 16  # most generations in one step
     max_waiting: int = 256
+    kv_host_bytes: int = 0  # of the memory: for KV that left the device (preempted, or of a sleeping model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,12 @@ class LoadReport:
     kv_bytes: int
     kv_capacity_tokens: int
     peak_bytes: int  # activation peak of the largest step
-    residual_bytes: int  # what the process holds without weights and KV
+    residual_bytes: int  # what the process holds while the model sleeps: itself, and KV in host memory
     fingerprint: str  # of the weights
     dtype: str
     seconds: float
+    kv_host_capacity_tokens: int = 0
+    kv_costs: KVCosts = NOT_MEASURED
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +155,11 @@ class EngineStats:
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
     kv_blocks_cached: int = 0
+    kv_host_blocks_total: int = 0
+    kv_host_blocks_used: int = 0
+    kv_blocks_moved_out: int = 0
+    kv_blocks_moved_in: int = 0
+    kv_moves_failed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0

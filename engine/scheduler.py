@@ -7,12 +7,14 @@ That one rule covers chunked prefill, prefix hits and resuming after a preemptio
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine import prefix
 from engine.blocks import BlockPool
 from engine.context import Context
 from engine.protocol import EngineLimits
+from engine.tiers import HostTier, Move, Way
+from policies import preemption
 from policies.admission import admit, estimate_blocks
 from policies.errors import QueueFull, RequestTooLarge
 from policies.ordering import tier_then_arrival
@@ -41,14 +43,18 @@ class StepPlan:
     step: int
     chunks: tuple[Chunk, ...]
     expired: tuple[Context, ...] = ()
+    moves: tuple[Move, ...] = ()  # to be carried out first
 
 
 class Scheduler:
     """Owns every live context's state and block table."""
 
-    def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
+    def __init__(self, limits: EngineLimits, num_blocks: int, host_blocks: int = 0) -> None:
+        """``host_blocks``: room for KV that leaves the device; 0: it is lost, and computed again when it is wanted."""
         self.limits = limits
-        self.pool = pool
+        self.pool = BlockPool(num_blocks, self._evicted)
+        self.host = HostTier(host_blocks)
+        self._moves: list[Move] = []
         self.waiting: list[Context] = []
         self.running: list[Context] = []
         self.preemptions = 0
@@ -108,7 +114,24 @@ class Scheduler:
             position += context.state is ContextState.RUNNING
         if len(chunks) == len(self.running):  # nobody is short of blocks or budget
             self._admit(chunks, budget, now, wall)
-        return StepPlan(self._step, tuple(chunks), expired)
+        return StepPlan(self._step, tuple(chunks), expired, self._planned_moves())
+
+    def moves_failed(self, plan: StepPlan, now: float, why: str) -> StepPlan:
+        """KV could not be copied: what lies in host memory is dropped, and who counted on it computes it again."""
+        self.host.clear()
+        arrived = {move.block for move in plan.moves if move.way is Way.IN}
+        hurt = [chunk.context for chunk in plan.chunks if not arrived.isdisjoint(chunk.context.block_table)]
+        self.pool.discard(arrived)
+        for context in hurt:
+            self._preempt(context, now, f"its KV could not be copied back: {why}", keep=False)
+        return replace(plan, chunks=tuple(chunk for chunk in plan.chunks if chunk.context not in hurt), moves=())
+
+    def park(self) -> tuple[Move, ...]:
+        """Moves that bring cached KV to host memory before the device's goes, the most recently used first to stay."""
+        cached = list(self.pool.cached())
+        for block, key, token_ids in cached[-self.host.books().total :]:
+            self._evicted(block, key, token_ids)
+        return self._planned_moves()
 
     def launched(self) -> None:
         """The model may be writing the KV of the last planned step from now on: blocks freed now are fenced."""
@@ -127,6 +150,7 @@ class Scheduler:
             self._publish(context)
         self._in_flight = False
         self.pool.complete(plan.step)
+        self.host.settle()
 
     def end(self, context: Context, state: ContextState, now: float, reason: str) -> None:
         """Take a context out, in whatever state; its blocks are free once no step in flight can write them."""
@@ -137,6 +161,8 @@ class Scheduler:
         context.move(state, now, reason)
         if state is ContextState.FAILED:
             self.pool.discard(b for b in context.block_table)
+            for key in context.block_keys:
+                self.host.forget(key)
         self._release(context)
 
     def check(self) -> None:
@@ -149,23 +175,48 @@ class Scheduler:
         """Give ``context`` the blocks for ``count`` more tokens, preempting from the end of the order if need be."""
         missing = self._blocks_missing(context, context.num_computed + count)
         while missing > self.pool.num_free:
-            victim = self.running[-1]
-            self._preempt(victim, now, f"{missing} blocks missing, {self.pool.num_free} free")
+            victim = self._victim(context)
+            why = f"{missing} blocks missing, {self.pool.num_free} free"
+            self._preempt(victim, now, why, keep=self.host.books().total > 0)
             if victim is context:
                 return False
         context.block_table += self.pool.allocate(missing)
         return True
 
-    def _preempt(self, context: Context, now: float, reason: str) -> None:
-        """Take the blocks away; the context waits, in its old place of the order, and recomputes."""
+    def _victim(self, context: Context) -> Context:
+        """Who gives blocks up for ``context``; itself when nobody behind it would free any."""
+        behind = self.running[self.running.index(context) :]
+        freed = [sum(not self.pool.shared(block) for block in each.block_table) for each in behind]
+        return behind[preemption.choose_victim(freed) or 0]
+
+    def _preempt(self, context: Context, now: float, reason: str, *, keep: bool) -> None:
+        """Take the blocks away; the context waits, in its old place of the order.
+
+        Its full blocks are in the cache. With ``keep`` their content goes to host memory when somebody else gets them,
+        and comes back; what does not is computed again.
+        """
         self.running.remove(context)
-        context.move(ContextState.PREEMPTED, now, reason)
         context.preemptions += 1
         self.preemptions += 1
+        if keep:
+            context.move(ContextState.SWAPPING_OUT, now, reason)
+            context.move(ContextState.SWAPPED, now, f"{context.num_published} blocks are kept")
+        else:
+            context.move(ContextState.PREEMPTED, now, reason)
+            context.move(ContextState.WAITING, now, "recompute")
         self._release(context)
         context.num_computed = context.num_published = 0
-        context.move(ContextState.WAITING, now, "recompute")
         self.waiting.append(context)
+
+    def _evicted(self, block: int, key: bytes, token_ids: tuple[int, ...]) -> None:
+        """Cached content is about to leave the device."""
+        slot = self.host.put(key, token_ids)
+        if slot is not None:
+            self._moves.append(Move(Way.OUT, block, slot))
+
+    def _planned_moves(self) -> tuple[Move, ...]:
+        moves, self._moves = tuple(self._moves), []
+        return moves
 
     def _release(self, context: Context) -> None:
         self.pool.release(context.block_table, self._step)
@@ -182,11 +233,11 @@ class Scheduler:
         self.waiting.sort(key=lambda context: self._order(context, wall))
         while self.waiting and budget > 0 and len(self.running) < self._most_running:
             context = self.waiting[0]
-            hits = self._cached_blocks(context)
-            if not self._fits(context, hits):
+            found = self._found(context)
+            if not self._fits(context, [block for block in found if block is not None]):
                 break
             self.waiting.pop(0)
-            self._start(context, hits, now)
+            self._start(context, found, now)
             count = min(context.num_tokens - context.num_computed, budget)
             context.block_table += self.pool.allocate(self._blocks_missing(context, context.num_computed + count))
             chunks.append(Chunk(context, context.num_computed, count))
@@ -204,11 +255,20 @@ class Scheduler:
     def _expected_blocks(self, context: Context) -> int:
         return estimate_blocks(context.num_tokens, context.remaining_tokens, self.limits.block_size, EXPECTED_SHARE)
 
-    def _start(self, context: Context, hits: Sequence[int], now: float) -> None:
-        self.pool.take(hits)
-        context.block_table = list(hits)
-        context.num_computed = len(hits) * self.limits.block_size
-        context.num_published = len(hits)
+    def _start(self, context: Context, found: Sequence[int | None], now: float) -> None:
+        """Run a context from the blocks ``found``; None: its content is copied in from host memory."""
+        away = [index for index, block in enumerate(found) if block is None]
+        self._count_in(context, len(away), now)
+        self.pool.take(block for block in found if block is not None)  # first, that they are not given out below
+        slots = [self.host.take(context.block_keys[index]) for index in away]  # nor these written to
+        table = list(found)
+        for index, slot, block in zip(away, slots, self.pool.allocate(len(away)), strict=True):
+            table[index] = block
+            self.pool.publish(block, context.block_keys[index], self._block_tokens(context, index))
+            self._moves.append(Move(Way.IN, block, slot))
+        context.block_table = [block for block in table if block is not None]
+        context.num_computed = len(found) * self.limits.block_size
+        context.num_published = len(found)
         if context.cached_tokens is None:
             context.cached_tokens = min(context.num_computed, len(context.request.prompt_token_ids))
             context.max_computed = context.num_computed
@@ -217,12 +277,35 @@ class Scheduler:
         context.move(ContextState.RUNNING, now, f"admitted with {context.num_computed} cached tokens")
         self.running.append(context)
 
-    def _cached_blocks(self, context: Context) -> list[int]:
-        """Cached blocks of the longest prefix; at least one token is left to compute, else nothing is sampled."""
-        size = self.limits.block_size
+    @staticmethod
+    def _count_in(context: Context, away: int, now: float) -> None:
+        """The states between waiting and running of a context with so many blocks in host memory."""
+        if away:
+            if context.state is ContextState.WAITING:
+                context.move(ContextState.SWAPPED, now, "found in host memory")
+            context.move(ContextState.SWAPPING_IN, now, f"{away} blocks from host memory")
+        elif context.state is ContextState.SWAPPED:
+            context.move(ContextState.WAITING, now, "nothing of it is in host memory")
+
+    def _found(self, context: Context) -> list[int | None]:
+        """Where the longest prefix lies that is kept: a block, or None for host memory.
+
+        At least one token is left to compute, else nothing is sampled.
+        """
         self._extend_keys(context)
-        usable = (context.num_tokens - 1) // size
-        return self.pool.match(context.block_keys[:usable], context.token_ids, size)
+        usable = (context.num_tokens - 1) // self.limits.block_size
+        found: list[int | None] = []
+        for index, key in enumerate(context.block_keys[:usable]):
+            tokens = self._block_tokens(context, index)
+            block = self.pool.find(key, tokens)
+            if block is None and self.host.find(key, tokens) is None:
+                break
+            found.append(block)
+        return found
+
+    def _block_tokens(self, context: Context, index: int) -> list[int]:
+        size = self.limits.block_size
+        return context.token_ids[index * size : (index + 1) * size]
 
     def _extend_keys(self, context: Context) -> None:
         size = self.limits.block_size
@@ -236,7 +319,7 @@ class Scheduler:
         if full > context.num_published:
             self._extend_keys(context)
             for index in range(context.num_published, full):
-                tokens = context.token_ids[index * size : (index + 1) * size]
+                tokens = self._block_tokens(context, index)
                 self.pool.publish(context.block_table[index], context.block_keys[index], tokens)
             context.num_published = full
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from engine.logprobs import Choice
 from engine.memory import trim
 from engine.protocol import EngineLimits, LoadReport
 from engine.scheduler import Chunk
+from engine.tiers import Move, Way
 
 
 class TorchEngine(EngineCore):
@@ -39,6 +41,7 @@ class TorchEngine(EngineCore):
         loaded = load_model(self.path, self.memory_bytes, self.limits, self.dtype, self.device)
         self.limits = loaded.limits
         self._weights, self._kv, self._runner = loaded.weights, loaded.kv, loaded.runner
+        self._host_kv = loaded.host_kv
         self._governor = ThreadGovernor(torch.get_num_threads())
         tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
         self._begin(loaded.report, tokenizer, loaded.eos_token_ids, loaded.vocabulary)
@@ -66,6 +69,15 @@ class TorchEngine(EngineCore):
         tokens = sampler.sample(scores, params, [context.num_tokens for context in sampled])
         choices = sampler.with_logprobs(logits, params, tokens)
         return [choice if ok else None for choice, ok in zip(choices, finite, strict=True)]
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        size = self.limits.block_size
+        for way, group in itertools.groupby(moves, key=lambda move: move.way):
+            if way is Way.OUT:
+                places = {move.slot: move.block for move in group}  # a slot written twice: the later counts
+                self._kv.copy_blocks(self._host_kv, [(block, slot) for slot, block in places.items()], size)
+            else:
+                self._host_kv.copy_blocks(self._kv, [(move.slot, move.block) for move in group], size)
 
     def _give_back(self) -> None:
         self._weights.sleep()

@@ -109,6 +109,7 @@ class ModelConfig(Section):
     step_tokens: int = Field(256, ge=16, description="most tokens computed in one step")
     max_running: int = Field(16, ge=1, description="most generations in one step")
     max_waiting: int = Field(256, ge=1, description="most generations waiting in the engine, and for the model")
+    kv_host: ByteSize = Field(ByteSize(0), description="of memory: for KV that left the device")
     replicas: int = Field(1, ge=1, le=64, description="hosts; those after the first only when bytes are to spare")
     pinned: bool = Field(False, description="never evicted for another model")
     preload: bool = Field(False, description="loaded at start")

@@ -102,6 +102,8 @@ class _PoolCollector:
         used = GaugeMetricFamily("orchestrator_kv_blocks_used", "KV blocks held by generations", labels=host)
         cached = GaugeMetricFamily("orchestrator_kv_blocks_cached", "Free KV blocks holding reusable KV", labels=host)
         total = GaugeMetricFamily("orchestrator_kv_blocks", "KV blocks of a host's pool", labels=host)
+        parked = GaugeMetricFamily("orchestrator_kv_host_blocks_used", "KV blocks in host memory", labels=host)
+        room = GaugeMetricFamily("orchestrator_kv_host_blocks", "KV blocks host memory has room for", labels=host)
         for entry in self._pool.models:
             labels = [entry.status.model, str(entry.number)]
             state.add_metric([*labels, str(entry.status.state)], 1)
@@ -112,7 +114,9 @@ class _PoolCollector:
                 used.add_metric(labels, entry.host.stats.kv_blocks_used)
                 cached.add_metric(labels, entry.host.stats.kv_blocks_cached)
                 total.add_metric(labels, entry.host.stats.kv_blocks_total)
-        yield from (state, memory, waiting, used, cached, total)
+                parked.add_metric(labels, entry.host.stats.kv_host_blocks_used)
+                room.add_metric(labels, entry.host.stats.kv_host_blocks_total)
+        yield from (state, memory, waiting, used, cached, total, parked, room)
         for kind in ("budget", "held", "free"):
             device = GaugeMetricFamily(f"orchestrator_device_{kind}_bytes", "The ledger", labels=["device"])
             for book in self._pool.books:

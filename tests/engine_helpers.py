@@ -103,7 +103,7 @@ def run_preempting(engine: EngineCore, every: int, *, forget: bool = False) -> d
             return said
         collect(said, engine.step())
         if number % every == 0 and scheduler.running:
-            scheduler._preempt(scheduler.running[-1], 0.0, "test")
+            scheduler._preempt(scheduler.running[-1], 0.0, "test", keep=False)
             if forget:
                 scheduler.pool.clear_cache()
         engine.check()
@@ -191,7 +191,6 @@ def torch_engine(path: Path, limits: EngineLimits, kv_blocks: int | None = None)
     """A loaded, warm engine; with ``kv_blocks`` its pool is cut to that many blocks after loading."""
     import torch
 
-    from engine.blocks import BlockPool
     from engine.scheduler import Scheduler
     from engine.torch_engine import TorchEngine
 
@@ -199,7 +198,7 @@ def torch_engine(path: Path, limits: EngineLimits, kv_blocks: int | None = None)
     engine.load()
     torch.set_num_threads(2)  # the load measured a count while other tests were running
     if kv_blocks is not None:
-        engine._scheduler = Scheduler(engine.limits, BlockPool(kv_blocks))
+        engine._scheduler = Scheduler(engine.limits, kv_blocks)
     engine.warm()
     return engine
 

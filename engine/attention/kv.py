@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,19 @@ class KVMemory:
                 size = num_slots * shape.kv_heads * dim
                 store[index] = self._flat[offset : offset + size].view(num_slots, shape.kv_heads, dim)
                 offset += size
+
+    def copy_blocks(self, other: KVMemory, pairs: Sequence[tuple[int, int]], block_size: int) -> None:
+        """Copy whole blocks into ``other``, which may be on another device: pairs of (our block, its block).
+
+        Its blocks must differ from each other: the copies have no order.
+        """
+        ours = torch.tensor([mine for mine, _ in pairs], device=self._flat.device)
+        theirs = torch.tensor([its for _, its in pairs], device=other._flat.device)
+        for sources, targets in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, source in sources.items():
+                width = block_size * source.shape[1] * source.shape[2]
+                blocks = source.view(-1, width).index_select(0, ours)
+                targets[layer].view(-1, width).index_copy_(0, theirs, blocks.to(theirs.device))
 
     def give_back(self) -> None:
         """Free the memory; the views stay and must not be touched."""

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestrator.bench.report import Section, section
+from orchestrator.bench.service import Say
 from orchestrator.bench.workers import LOADS, Worker
 
 PAIRS = 3
 DECODE_PEERS = ("continuous", "padded")
 MIXED_PEERS = ("continuous", "padded", "one_by_one")
-
-Say = Callable[[str], None]
 
 
 def run(path: Path, say: Say, *, pairs: int = PAIRS) -> list[Section]:

@@ -57,12 +57,16 @@ def section(
 
 
 def report(bench: str, sections: list[Section]) -> dict[str, Any]:
+    return {**header(bench), "sections": [asdict(each) for each in sections]}
+
+
+def header(bench: str) -> dict[str, Any]:
+    """What every result begins with: of which benchmark, code and machine it is."""
     return {
         "bench": bench,
         "commit": _commit(),
         "machine": _machine(),
         "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
-        "sections": [asdict(each) for each in sections],
     }
 
 

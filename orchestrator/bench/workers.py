@@ -43,6 +43,7 @@ class Measured:
 LOADS = {
     "decode": Load((84,) * 16, 64),
     "mixed": Load((32, 64, 128, 256, 512, 1024), 32),
+    "one": Load((84,), 16),
 }
 PROBE = Load((84,) * 8, 4)  # on which the number of threads is chosen
 
@@ -112,7 +113,8 @@ def _ours(path: Path) -> Run:
         for index, prompt in enumerate(prompts(load)):
             params = SamplingParams(load.new, 0, temperature=0, ignore_eos=True)
             engine.add(GenerationRequest(f"{number}-{index}", 0, tuple(prompt), params, tenant=f"run{number}"))
-        made, first = 0, {}
+        made = 0
+        first: dict[str, float] = {}
         while engine.has_work():
             for output in engine.step():
                 made += len(output.token_ids)

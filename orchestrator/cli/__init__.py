@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from orchestrator.cli import bench, chat, doctor, operate, serve, sessions
+from rich.markup import escape
+
+from orchestrator.cli import bench, bench_matrix, chat, doctor, operate, serve, sessions
 from orchestrator.cli.app import app
 from orchestrator.cli.common import err
 from policies.errors import OrchestratorError
 
-__all__ = ["bench", "chat", "doctor", "main", "operate", "serve", "sessions"]
+__all__ = ["bench", "bench_matrix", "chat", "doctor", "main", "operate", "serve", "sessions"]
 
 
 def main() -> None:
@@ -17,5 +19,5 @@ def main() -> None:
     try:
         app()
     except OrchestratorError as error:
-        err.print(f"[red]error:[/red] {error.message}", highlight=False, soft_wrap=True)
+        err.print(f"[red]error:[/red] {escape(error.message)}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)

@@ -1,37 +1,63 @@
-"""Owns ``bench``."""
+"""Owns ``bench swap`` and ``bench engine``; ``bench matrix`` has a file of its own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
+from orchestrator.bench import report
+from orchestrator.bench.report import Section
 from orchestrator.cli.app import app
 from orchestrator.cli.common import JsonOption, bars, err, out, read_config
 from policies.errors import ConfigError
 
 DEMO_SOURCE = "demo:smollm2-135m-instruct"
 
-bench_app = typer.Typer(help="Measure, both sides in one run, as ratios.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure what the service costs.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+
+SourceOption = Annotated[str, typer.Option("--model", help="A model source, as in a config.")]
+PairsOption = Annotated[int, typer.Option(min=1, help="How often both sides are measured; medians are reported.")]
 
 
 @bench_app.command(name="swap", epilog="Example: orchestrator bench swap --json > swap.json")
-def bench_swap(
-    source: Annotated[str, typer.Option("--model", help="A model source, as in a config.")] = DEMO_SOURCE,
-    as_json: JsonOption = False,
-) -> None:
-    """What sleeping, waking and loading a model cost."""
+def bench_swap(source: SourceOption = DEMO_SOURCE, as_json: JsonOption = False) -> None:
+    """What sleeping, waking and loading a model cost: both sides in one run, as ratios."""
+    from orchestrator.bench import swap
+
+    path = _prepared(source)
+    with err.status("measuring"):
+        sections = swap.run(path)
+    _show("swap", sections, as_json)
+
+
+@bench_app.command(name="engine", epilog="Example: orchestrator bench engine --json > engine.json")
+def bench_engine(source: SourceOption = DEMO_SOURCE, pairs: PairsOption = 3, as_json: JsonOption = False) -> None:
+    """Our engine against its peers, bare and through HTTP: both sides in one run, as ratios. Takes ten minutes."""
+    from orchestrator.bench import engine, http
+
+    path = _prepared(source)
+    with err.status("measuring") as status:
+        sections = engine.run(path, lambda what: status.update(escape(what)), pairs=pairs)
+        sections += http.run(path, lambda what: status.update(escape(what)), pairs=pairs)
+    _show("engine", sections, as_json)
+
+
+def _prepared(source: str) -> Path:
     from model_pool import catalog
-    from orchestrator.bench import report, swap
 
     with bars() as progress:
         path = catalog.resolve(source, read_config(None).cache_dir, lambda what, share: progress(source, what, share))
     if path is None:
         raise ConfigError("the fake engine has nothing to measure; name a real model")
-    with err.status("measuring"):
-        sections = swap.run(path)
+    return path
+
+
+def _show(bench: str, sections: list[Section], as_json: bool) -> None:
     if as_json:
-        out.print_json(data=report.report("swap", sections))
+        out.print_json(data=report.report(bench, sections))
     else:
         report.print_table(out, sections)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from engine.blocks import BlockPool
 from engine.protocol import EngineLimits, GenerationRequest
 from engine.scheduler import Scheduler
 from engine.torch_engine import TorchEngine
@@ -24,7 +23,7 @@ from tests.engine_helpers import Expected, generate, plain_model, request, run, 
 WINDOW = 12
 NEW = 10
 LENGTHS = (1, 5, 11, 12, 13, 30, 41)
-LIMITS = EngineLimits(max_model_len=128, block_size=4, step_tokens=16, max_running=8)
+LIMITS = EngineLimits(max_model_len=128, block_size=4, step_tokens=16, max_running=8, kv_host_bytes=2**22)
 BASE = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -68,9 +67,10 @@ class Family:
         for i, expected in enumerate(self.expected):
             expected.check(said[f"{i}{suffix}"].tokens)
 
-    def fresh(self, blocks: int = 128) -> TorchEngine:
+    def fresh(self, blocks: int = 128, host_blocks: int = 0) -> TorchEngine:
         """The engine with an empty pool of ``blocks``."""
-        self.engine._scheduler = Scheduler(self.engine.limits, BlockPool(blocks))
+        assert host_blocks * self.engine.limits.block_size <= self.engine._host_kv.num_slots
+        self.engine._scheduler = Scheduler(self.engine.limits, blocks, host_blocks)
         return self.engine
 
 
@@ -132,6 +132,30 @@ def test_after_forced_preemptions_with_nothing_left_in_the_cache(family: Family)
     said = run_preempting(engine, every=5, forget=True)
     family.check(said)
     assert engine.stats().preemptions > 3
+
+
+def test_E19_swapped_out_and_in_again_little_is_computed_twice(family: Family) -> None:
+    engine = family.fresh(blocks=20, host_blocks=64)
+    engine._host_kv._flat.fill_(float("nan"))  # what is read must have been written
+    hungry = [request(f"hungry{i}", [2 + i], 60, ignore_eos=True, arrival=-1.0) for i in range(2)]
+    said = run(engine, *hungry, *family.requests())
+    family.check(said)
+    stats = engine.stats()
+    assert stats.preemptions > 0 and stats.kv_blocks_moved_in > 0
+    recomputed = sum(one.last.usage.recomputed_tokens for one in said.values())  # type: ignore[union-attr]
+    assert recomputed < stats.preemptions * engine.limits.block_size
+
+
+def test_parked_in_host_memory_while_the_model_sleeps(family: Family) -> None:
+    engine = family.fresh(host_blocks=128)
+    run(engine, *family.requests())
+    engine.sleep()
+    engine.wake()
+    said = run(engine, *family.requests("again"))
+    family.check(said, "again")
+    cached = [said[f"{i}again"].last.usage.cached_tokens for i in range(len(LENGTHS))]  # type: ignore[union-attr]
+    assert cached == [(n - 1) // 4 * 4 for n in LENGTHS]
+    assert engine.stats().kv_blocks_moved_in > 0
 
 
 def test_after_sleep_and_wake(family: Family) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from engine.blocks import BlockPool
 from engine.context import Context
 from engine.core import EngineCore
 from engine.fake import reply_to
@@ -101,7 +100,7 @@ def land(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> None:
 
 
 def test_E10_tenants_whose_names_run_together_share_nothing() -> None:
-    scheduler = Scheduler(LIMITS, BlockPool(16))
+    scheduler = Scheduler(LIMITS, 16)
     prompt = list(range(1, 13))
     for tenant, fingerprint in (("org_1", "2345"), ("org_12345", "")):
         identity = KVIdentity(tenant, fingerprint, "float32", SIZE)
@@ -112,7 +111,7 @@ def test_E10_tenants_whose_names_run_together_share_nothing() -> None:
 
 
 def test_E11_of_two_equal_prompts_in_one_step_neither_reads_what_the_other_has_not_written() -> None:
-    scheduler = Scheduler(EngineLimits(max_model_len=64, block_size=SIZE, step_tokens=22), BlockPool(20))
+    scheduler = Scheduler(EngineLimits(max_model_len=64, block_size=SIZE, step_tokens=22), 20)
     prompt = list(range(1, 17))
     one, two, three = (context_of(name, prompt, 4) for name in "123")
     scheduler.add(one)
@@ -130,7 +129,7 @@ def test_E11_of_two_equal_prompts_in_one_step_neither_reads_what_the_other_has_n
 
 
 def test_E14_a_shared_block_lives_until_its_last_user_ends() -> None:
-    scheduler = Scheduler(LIMITS, BlockPool(9))
+    scheduler = Scheduler(LIMITS, 9)
     prompt = list(range(1, 10))
     one = context_of("1", prompt, 8)
     scheduler.add(one)
@@ -165,7 +164,7 @@ def test_E16_a_sole_request_that_fills_the_pool_ends_by_length_and_one_more_toke
 
 
 def test_E25_blocks_of_a_generation_aborted_while_its_step_is_in_flight_wait_for_the_step() -> None:
-    scheduler = Scheduler(LIMITS, BlockPool(6))
+    scheduler = Scheduler(LIMITS, 6)
     context = context_of("1", list(range(1, 10)), 4)
     scheduler.add(context)
     plan = launch(scheduler)

@@ -6,18 +6,18 @@ So a block given to two owners, a hit on unwritten or foreign KV, and a late wri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.blocks import BlockPool
 from engine.context import Context
 from engine.prefix import KVIdentity
 from engine.protocol import EngineLimits
 from engine.scheduler import Scheduler, StepPlan
+from engine.tiers import Move, Way
 from policies.errors import QueueFull, RequestTooLarge
 from policies.types import ContextState, Tier
 from tests.engine_helpers import request
@@ -44,8 +44,18 @@ def context_of(
 class Memory:
     """What each slot's KV was computed from. ``land`` is the end of a step."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, host_blocks: int = 0) -> None:
         self.slots: list[object] = [None] * (blocks * SIZE)
+        self.host: list[object] = [None] * (host_blocks * SIZE)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            device = slice(move.block * SIZE, (move.block + 1) * SIZE)
+            host = slice(move.slot * SIZE, (move.slot + 1) * SIZE)
+            if move.way is Way.OUT:
+                self.host[host] = self.slots[device]
+            else:
+                self.slots[device] = self.host[host]
 
     def launch(self, plan: StepPlan) -> None:
         self._writes = [
@@ -74,9 +84,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = 7
-        self.pool = BlockPool(self.blocks)
-        self.scheduler = Scheduler(LIMITS, self.pool)
-        self.memory = Memory(self.blocks)
         self.flying: StepPlan | None = None
         self.flying_blocks: set[int] = set()
         self.poisoned: list[tuple[Context, list[bytes]]] = []
@@ -84,9 +91,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clock = 0.0
         self.added = 0
 
+    @initialize(host_blocks=st.sampled_from([0, 1, 2, 5, 20]))
+    def start(self, host_blocks: int) -> None:
+        self.scheduler = Scheduler(LIMITS, self.blocks, host_blocks)
+        self.pool = self.scheduler.pool
+        self.memory = Memory(self.blocks, host_blocks)
+
     @rule(
         tenant=st.sampled_from(["a", "b"]),
-        prompt=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=22),
+        prompt=st.one_of(
+            st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=22),
+            st.sampled_from([[0] * 13, [0] * 9, [0, 0, 1] * 6, [0, 0, 1] * 3 + [2] * 5]),
+        ),
         max_tokens=st.integers(1, 12),
         tier=st.sampled_from(Tier),
         patience=st.sampled_from([None, None, 3.0]),
@@ -115,11 +131,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.end(context, S.CANCELLED)
 
     @precondition(lambda self: self.flying is None)
-    @rule(seconds=st.sampled_from([0.0, 1.0, 70.0]))
-    def launch(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.0, 1.0, 70.0]), fails=st.integers(0, 9))
+    def launch(self, seconds: float, fails: int = 9) -> None:
         self.clock += seconds
         free = self.pool.num_free
         plan = self.scheduler.schedule(self.clock, self.clock)
+        failed = fails == 0 and len(plan.moves) > 0
+        if failed:
+            self.memory.move(plan.moves[: len(plan.moves) // 2])
+            plan = self.scheduler.moves_failed(plan, self.clock, "no memory")
+        else:
+            self.memory.move(plan.moves)
         self.scheduler.launched()
         self.memory.launch(plan)
         for context in plan.expired:
@@ -133,7 +155,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in plan.chunks:
             assert chunk.context.state is S.RUNNING
             assert chunk.count > 0 and chunk.start == chunk.context.num_computed
-        assert plan.chunks or not self.live, f"nothing to do, {len(self.live)} live, {free} blocks free"
+        assert plan.chunks or failed or not self.live, f"nothing to do, {len(self.live)} live, {free} blocks free"
+
+    @precondition(lambda self: self.flying is None)
+    @rule()
+    def others_take_every_free_block(self) -> None:
+        blocks = self.pool.allocate(self.pool.num_free)
+        self.memory.move(self.scheduler._planned_moves())
+        for block in blocks:
+            self.memory.slots[block * SIZE : (block + 1) * SIZE] = [None] * SIZE
+        self.pool.release(blocks, 0)
+        self.pool.complete(0)
+
+    @precondition(lambda self: self.flying is None)
+    @rule()
+    def sleep_and_wake(self) -> None:
+        for context in list(self.live):
+            self.end(context, S.CANCELLED)
+        self.memory.move(self.scheduler.park())
+        self.pool.clear_cache()
+        self.memory.slots = [None] * len(self.memory.slots)
 
     @precondition(lambda self: self.flying is not None)
     @rule(data=st.data())
@@ -170,7 +211,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.pool.books().held == len({b for c in self.live for b in c.block_table})
         assert {c.context_id for c in self.scheduler.contexts()} == {c.context_id for c in self.live}
         for context in self.scheduler.waiting:
-            assert context.state is S.WAITING and context.block_table == [] and context.num_computed == 0
+            assert context.state in (S.WAITING, S.SWAPPED)
+            assert context.block_table == [] and context.num_computed == 0
+        host = self.scheduler.host
+        assert len(host) + len(host._free) == host.books().total and not (host._held and self.flying is None)
 
     @invariant()
     def a_block_of_the_step_in_flight_is_not_free(self) -> None:
@@ -199,7 +243,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.append(chunk.context, 0, False)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
 
 
@@ -230,7 +274,7 @@ def steps_until(scheduler: Scheduler, reached: Callable[[], bool], now: float = 
 
 
 def test_a_prompt_longer_than_a_step_is_computed_in_chunks_beside_decoding() -> None:
-    scheduler = Scheduler(LIMITS, BlockPool(20))
+    scheduler = Scheduler(LIMITS, 20)
     short, long = context_of("s", [1, 2], 8), context_of("l", list(range(20)), 2, arrival=1.0)
     scheduler.add(short)
     step(scheduler)
@@ -244,7 +288,7 @@ def test_a_prompt_longer_than_a_step_is_computed_in_chunks_beside_decoding() -> 
 
 
 def test_the_last_in_order_is_preempted_and_resumes_from_its_cached_blocks() -> None:
-    scheduler = Scheduler(LIMITS, BlockPool(7))
+    scheduler = Scheduler(LIMITS, 7)
     first, second = context_of("1", [1] * 6, 12), context_of("2", [2] * 6, 8, arrival=1.0)
     scheduler.add(first)
     scheduler.add(second)
@@ -258,7 +302,7 @@ def test_the_last_in_order_is_preempted_and_resumes_from_its_cached_blocks() -> 
 
 
 def test_the_deadline_bounds_the_wait_for_the_first_token_only() -> None:
-    scheduler = Scheduler(LIMITS, BlockPool(7))
+    scheduler = Scheduler(LIMITS, 7)
     first = context_of("1", [1] * 6, 12)
     second = context_of("2", [2] * 6, 8, arrival=1.0, deadline=10.0)
     late = context_of("3", [3] * 6, 8, arrival=2.0, deadline=10.0)
@@ -273,7 +317,7 @@ def test_the_deadline_bounds_the_wait_for_the_first_token_only() -> None:
 
 
 def test_a_failed_context_leaves_nothing_in_the_cache_not_even_shared_blocks() -> None:
-    scheduler = Scheduler(LIMITS, BlockPool(12))
+    scheduler = Scheduler(LIMITS, 12)
     one = context_of("1", [1] * 8, 8)
     scheduler.add(one)
     step(scheduler)
@@ -293,7 +337,7 @@ def test_a_failed_context_leaves_nothing_in_the_cache_not_even_shared_blocks() -
 
 def test_order_is_tier_then_arrival_and_waiting_lifts_the_tier() -> None:
     limits = EngineLimits(max_model_len=64, block_size=SIZE, max_running=1)
-    scheduler = Scheduler(limits, BlockPool(20))
+    scheduler = Scheduler(limits, 20)
     batch = context_of("b", [1], 1, tier=Tier.BATCH, arrival=0.0)
     person = context_of("p", [2], 1, tier=Tier.INTERACTIVE, arrival=100.0)
     scheduler.add(batch)
@@ -304,7 +348,7 @@ def test_order_is_tier_then_arrival_and_waiting_lifts_the_tier() -> None:
 
 
 def test_a_large_request_at_the_head_is_not_passed_for_ever() -> None:  # E20
-    scheduler = Scheduler(LIMITS, BlockPool(7))
+    scheduler = Scheduler(LIMITS, 7)
     scheduler.add(context_of("0", [1] * 8, 8, arrival=0.0))
     large = context_of("large", [2] * 20, 4, arrival=1.0)
     step(scheduler)
@@ -322,7 +366,7 @@ def test_a_large_request_at_the_head_is_not_passed_for_ever() -> None:  # E20
 
 @pytest.mark.parametrize("tokens", [27, 28, 29])
 def test_E17_what_just_fits_runs_and_what_does_not_is_refused_at_the_door(tokens: int) -> None:
-    scheduler = Scheduler(LIMITS, BlockPool(7))  # 28 tokens
+    scheduler = Scheduler(LIMITS, 7)  # 28 tokens
     other = context_of("o", [5] * 4, 8)
     scheduler.add(other)
     step(scheduler)

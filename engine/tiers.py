@@ -1,0 +1,116 @@
+"""Owns the books of KV below the device: which blocks' content lies in host memory, and where. Torch-free.
+
+A block is found by the same key on every tier (design section 8). So a preempted generation, a session between turns
+and a sleeping model need no bookkeeping of their own: what leaves the device under its key is found again by it, and
+what is lost on the way is computed again from the tokens. Technique: content-addressed KV offloading, as in LMCache
+and vLLM's offloading connector.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Way(StrEnum):
+    """Between which memories KV is copied."""
+
+    OUT = "out"  # device → host
+    IN = "in"  # host → device
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One block's content to be copied. The moves of a step are carried out in their order, before its forward pass."""
+
+    way: Way
+    block: int  # on the device
+    slot: int  # in host memory
+
+
+@dataclass(frozen=True, slots=True)
+class HostEntry:
+    """A block's content in host memory."""
+
+    slot: int
+    token_ids: tuple[int, ...]  # compared on a hit
+
+
+@dataclass(frozen=True, slots=True)
+class HostBooks:
+    """Counts of host slots."""
+
+    total: int
+    used: int
+    moved_out: int  # blocks copied there, ever
+    moved_in: int  # blocks copied back, ever
+
+
+class HostTier:
+    """Which content lies in which slot; least recently used content is dropped first."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._capacity = capacity_blocks
+        self._free = list(range(capacity_blocks))
+        self._entries: OrderedDict[bytes, HostEntry] = OrderedDict()
+        self._held: set[bytes] = set()  # about to be copied in: their slots must not be written before
+        self.moved_out = 0
+        self.moved_in = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, key: bytes, token_ids: tuple[int, ...]) -> int | None:
+        """The slot to copy a block's content to; None when it is there already, or when there is no room for it."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+            return None
+        slot = self._room()
+        if slot is not None:
+            self._entries[key] = HostEntry(slot, token_ids)
+            self.moved_out += 1
+        return slot
+
+    def find(self, key: bytes, token_ids: Sequence[int]) -> int | None:
+        """The slot that has this content."""
+        entry = self._entries.get(key)
+        return entry.slot if entry is not None and entry.token_ids == tuple(token_ids) else None
+
+    def take(self, key: bytes) -> int:
+        """The slot to copy a block's content from; it is not written to before ``settle``."""
+        self._entries.move_to_end(key)
+        self._held.add(key)
+        self.moved_in += 1
+        return self._entries[key].slot
+
+    def settle(self) -> None:
+        """The moves planned so far are done."""
+        self._held.clear()
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def forget(self, key: bytes) -> None:
+        """Drop one block's content."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._free.append(entry.slot)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for key in list(self._entries):
+            self.forget(key)
+        self._held.clear()
+
+    def books(self) -> HostBooks:
+        return HostBooks(self._capacity, len(self._entries), self.moved_out, self.moved_in)
+
+    def _room(self) -> int | None:
+        if not self._free:
+            oldest = next((key for key in self._entries if key not in self._held), None)
+            if oldest is None:
+                return None
+            self.forget(oldest)
+        return self._free.pop()
