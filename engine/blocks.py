@@ -12,8 +12,18 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from policies.errors import EngineError
+
+
+class Place(StrEnum):
+    """Where one block is, for people."""
+
+    FREE = "free"  # and empty
+    CACHED = "cached"  # free, its content can be found
+    FENCED = "fenced"
+    HELD = "held"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +166,20 @@ class BlockPool:
         cached = sum(self._keys[block] is not None for block in self._free)
         held = sum(refs > 0 for refs in self._refs)
         return Books(len(self), len(self._free), len(self._fenced), held, cached)
+
+    def places(self) -> list[Place]:
+        """Where each block is."""
+        places = [Place.HELD if refs else Place.CACHED for refs in self._refs]
+        for block in self._free:
+            if self._keys[block] is None:
+                places[block] = Place.FREE
+        for _, block in self._fenced:
+            places[block] = Place.FENCED
+        return places
+
+    def references(self) -> tuple[int, ...]:
+        """How many hold each block."""
+        return tuple(self._refs)
 
     def check(self, owners: Iterable[Sequence[int]]) -> None:
         """Raise EngineError unless the books balance and ``owners`` (block tables) explain every reference."""

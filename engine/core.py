@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
+
+from engine import checkpoint
 from engine.context import Context
 from engine.detokenizer import Decoder, TextStream
 from engine.logprobs import Choice, describe
@@ -26,9 +31,10 @@ from engine.protocol import (
     WakeReport,
 )
 from engine.scheduler import Chunk, Scheduler, StepPlan
+from engine.snapshot import ENDED_KEPT, EndedContext, EngineSnapshot, ended_context, take_snapshot
 from engine.tiers import Move
 from policies import preemption
-from policies.errors import BadRequest, DeadlineExceeded, EngineError, HostUnavailable
+from policies.errors import BadRequest, DeadlineExceeded, EngineError, HostUnavailable, NotFound
 from policies.types import ContextState
 
 NOT_FINITE = "the model produced no finite score for this generation"
@@ -46,6 +52,7 @@ class EngineCore(ABC):
         self._texts: dict[tuple[str, int], TextStream] = {}
         self._counts: Counter[str] = Counter()
         self._sessions: OrderedDict[str, bytes] = OrderedDict()  # session → key of its last full block
+        self._ended: deque[EndedContext] = deque(maxlen=ENDED_KEPT)
 
     # -- what a kind of engine supplies ------------------------------------------
 
@@ -72,6 +79,14 @@ class EngineCore(ABC):
     @abstractmethod
     def _take_again(self) -> None:
         """Undo ``_give_back``; RuntimeError or MemoryError when memory is short."""
+
+    @abstractmethod
+    def _read_kv(self, blocks: Sequence[int], *, host: bool) -> np.ndarray:
+        """The bytes of whole blocks of the device, or of host memory: uint8 ``[blocks, block_bytes]``."""
+
+    @abstractmethod
+    def _write_kv(self, blocks: Sequence[int], content: np.ndarray) -> None:
+        """Fill blocks of the device with what ``_read_kv`` gave."""
 
     @abstractmethod
     def _move(self, moves: Sequence[Move]) -> None:
@@ -122,8 +137,7 @@ class EngineCore(ABC):
         if not self._awake:
             raise HostUnavailable("this engine is asleep")
         self._validate(request)
-        identity = KVIdentity(request.tenant, self.report.fingerprint, self.report.dtype, self.limits.block_size)
-        context = Context(request, identity.namespace(), time.monotonic())
+        context = Context(request, self._identity(request.tenant).namespace(), time.monotonic())
         if context.key in self._contexts:
             raise BadRequest(f"generation {request.request_id}/{request.generation} is live already")
         sampling = request.sampling
@@ -140,6 +154,38 @@ class EngineCore(ABC):
         self._scheduler.end(context, ContextState.CANCELLED, time.monotonic(), reason)
         self._forget(context)
         return True
+
+    def save(self, request_id: str, generation: int, path: Path) -> None:
+        """Write a live generation to a checkpoint; it goes on. NotFound, or OSError when it cannot be written."""
+        context = self._contexts.get((request_id, generation))
+        if context is None:
+            raise NotFound(f"generation {request_id}/{generation} is not live")
+        blocks, slots = self._scheduler.kept(context)
+        kv = np.concatenate([self._read_kv(blocks, host=False), self._read_kv(slots, host=True)])
+        request = replace(context.request, delivered_token_ids=tuple(context.generated_ids))
+        checkpoint.write(path, checkpoint.Checkpoint(self._identity(request.tenant), request, kv))
+
+    def restore(self, path: Path, tenant: str) -> GenerationRequest:
+        """Go on with a checkpointed generation of this tenant; CheckpointRefused before anything of it was used.
+
+        Its next output is the token after the last it had made. KV there is no room for is computed again.
+        """
+        if not self._awake:
+            raise HostUnavailable("this engine is asleep")
+        block_bytes = self._read_kv([0], host=False).shape[1]
+        saved = checkpoint.read(path, self._identity(tenant), block_bytes)
+        self.add(saved.request)
+        context = self._contexts[saved.request.request_id, saved.request.generation]
+        installed = self._scheduler.make_room_for(context, len(saved.kv))
+        try:
+            self._move(installed.moves)
+            self._write_kv(installed.blocks, saved.kv[list(installed.indices)])
+        except (RuntimeError, MemoryError, OSError):
+            self._counts["moves_failed"] += 1
+            self._scheduler.installed(context, installed, worked=False)
+        else:
+            self._scheduler.installed(context, installed, worked=True)
+        return saved.request
 
     def has_work(self) -> bool:
         return bool(self._contexts)
@@ -185,7 +231,23 @@ class EngineCore(ABC):
             tenants_waiting=tuple(sorted(waiting.items())),
         )
 
+    def snapshot(self) -> EngineSnapshot:
+        if not hasattr(self, "_scheduler"):
+            raise HostUnavailable("this engine is not loaded")
+        return take_snapshot(
+            self._scheduler,
+            self._contexts.values(),
+            self._ended,
+            kv_bytes=self.report.kv_bytes,
+            awake=self._awake,
+            now=time.monotonic(),
+            wall=time.time(),
+        )
+
     # -- inside ------------------------------------------------------------------
+
+    def _identity(self, tenant: str) -> KVIdentity:
+        return KVIdentity(tenant, self.report.fingerprint, self.report.dtype, self.limits.block_size)
 
     def _carry_out(self, plan: StepPlan) -> StepPlan:
         """Copy what the plan wants copied; where that fails, time is lost, and never an answer."""
@@ -293,4 +355,6 @@ class EngineCore(ABC):
         return Output(*context.key, error=error, usage=context.usage())
 
     def _forget(self, context: Context) -> None:
+        said_end = context.token_ids[-1] in self._eos and not context.request.sampling.ignore_eos
+        self._ended.append(ended_context(context, said_end=said_end))
         del self._contexts[context.key], self._texts[context.key]

@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.core import EngineCore
 from engine.logprobs import Choice
 from engine.protocol import EngineLimits, LoadReport
@@ -23,6 +25,7 @@ from policies.errors import LoadFailed
 
 EOS = 0
 VOCABULARY = 256
+BLOCK_BYTES = 16  # of the made-up KV in its checkpoints
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "juniper")
 
 
@@ -115,6 +118,12 @@ class FakeEngine(EngineCore):
         if position >= len(reply) and position < request.sampling.min_tokens:
             reply = (reply or b" ") * (position + 1)  # once more from the start
         return reply[position] if position < len(reply) else EOS
+
+    def _read_kv(self, blocks: Sequence[int], *, host: bool) -> np.ndarray:
+        return np.zeros((len(blocks), BLOCK_BYTES), np.uint8)
+
+    def _write_kv(self, blocks: Sequence[int], content: np.ndarray) -> None:
+        """There is no KV."""
 
     def _move(self, moves: Sequence[Move]) -> None:
         """There is no KV."""

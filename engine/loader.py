@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from engine.canary import made_up_step
 from engine.memory import held_bytes, trim
 from engine.protocol import EngineLimits, LoadReport
 from engine.runner import Runner
-from engine.weights import Weights
+from engine.weights import Weights, fingerprint
 from policies.errors import DoesNotFit, LoadFailed
 from policies.preemption import KVCosts
 
@@ -54,6 +55,9 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
     residual = held_bytes()
     config = _read_config(path)
     limits = _fit_window(config, limits)
+    hashing = ThreadPoolExecutor(1, "fingerprint")
+    identity = hashing.submit(fingerprint, path)
+    hashing.shutdown(wait=False)
     runner, weights, layers = _take_over(path, config, dtype, device, limits.block_size)
     trim()
     peak, prefill_seconds = _measure(runner, layers, limits, dtype, device)
@@ -67,7 +71,7 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
         kv_capacity_tokens=kv.num_slots,
         peak_bytes=peak,
         residual_bytes=residual,
-        fingerprint=weights.fingerprint,
+        fingerprint=identity.result(),
         dtype=str(dtype),
         seconds=time.monotonic() - begin,
         kv_host_capacity_tokens=host_kv.num_slots,

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from policies.errors import OrchestratorError
 from policies.preemption import NOT_MEASURED, KVCosts
 from policies.types import Tier
+
+if TYPE_CHECKING:
+    from engine.snapshot import EngineSnapshot
 
 FinishReason = Literal["stop", "length"]
 
@@ -201,6 +204,9 @@ class Engine(Protocol):
         """
 
     def stats(self) -> EngineStats: ...
+
+    def snapshot(self) -> EngineSnapshot:
+        """Who holds the memory, who waits for it, who ended how; HostUnavailable before the load."""
 
     def check(self) -> None:
         """Raise when the books do not balance."""

@@ -6,6 +6,7 @@ That one rule covers chunked prefill, prefix hits and resuming after a preemptio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,6 +45,15 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     expired: tuple[Context, ...] = ()
     moves: tuple[Move, ...] = ()  # to be carried out first
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """Blocks taken for KV that comes from outside: ``blocks[n]`` is to become the context's block ``indices[n]``."""
+
+    indices: tuple[int, ...]
+    blocks: tuple[int, ...]
+    moves: tuple[Move, ...]  # to be carried out first
 
 
 class Scheduler:
@@ -132,6 +142,36 @@ class Scheduler:
         for block, key, token_ids in cached[-self.host.books().total :]:
             self._evicted(block, key, token_ids)
         return self._planned_moves()
+
+    def kept(self, context: Context) -> tuple[list[int], list[int]]:
+        """Where the KV of its first whole blocks lies: blocks on the device, then slots in host memory."""
+        found = self._found(context)
+        if context.state is ContextState.RUNNING:
+            found = list(context.block_table[: context.num_computed // self.limits.block_size])
+        blocks = list(itertools.takewhile(lambda block: block is not None, found))
+        away = itertools.takewhile(lambda index: found[index] is None, range(len(blocks), len(found)))
+        slots = [self.host.find(context.block_keys[index], self._block_tokens(context, index)) for index in away]
+        return [block for block in blocks if block is not None], [slot for slot in slots if slot is not None]
+
+    def make_room_for(self, context: Context, count: int) -> Installation:
+        """Free blocks for the KV of a context's first ``count`` blocks, as many as there are."""
+        self._extend_keys(context)
+        missing = [
+            i for i in range(count) if self.pool.find(context.block_keys[i], self._block_tokens(context, i)) is None
+        ]
+        missing = missing[: self.pool.num_free]
+        return Installation(tuple(missing), tuple(self.pool.allocate(len(missing))), self._planned_moves())
+
+    def installed(self, context: Context, room: Installation, *, worked: bool) -> None:
+        """The KV is in its blocks, and can be found; or it could not be written."""
+        for index, block in zip(room.indices, room.blocks, strict=True):
+            if worked:
+                self.pool.publish(block, context.block_keys[index], self._block_tokens(context, index))
+        if not worked:
+            self.host.clear()  # the moves before it may not have been carried out
+        self.pool.release(room.blocks, self._step)
+        if not self._in_flight:
+            self.pool.complete(self._step)
 
     def launched(self) -> None:
         """The model may be writing the KV of the last planned step from now on: blocks freed now are fenced."""

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -69,6 +70,13 @@ class TorchEngine(EngineCore):
         tokens = sampler.sample(scores, params, [context.num_tokens for context in sampled])
         choices = sampler.with_logprobs(logits, params, tokens)
         return [choice if ok else None for choice, ok in zip(choices, finite, strict=True)]
+
+    def _read_kv(self, blocks: Sequence[int], *, host: bool) -> np.ndarray:
+        content: np.ndarray = (self._host_kv if host else self._kv).read_blocks(blocks, self.limits.block_size).numpy()
+        return content
+
+    def _write_kv(self, blocks: Sequence[int], content: np.ndarray) -> None:
+        self._kv.write_blocks(blocks, torch.from_numpy(content), self.limits.block_size)
 
     def _move(self, moves: Sequence[Move]) -> None:
         size = self.limits.block_size

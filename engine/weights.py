@@ -46,11 +46,11 @@ class WeightFile:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             if header_bytes > 100_000_000:
                 raise LoadFailed(f"{path.name}: header of {header_bytes} bytes; not a safetensors file")
-            self._header = file.read(header_bytes)
+            header = file.read(header_bytes)
             # private and never written: torch warns about read-only buffers, and unwritten pages stay file pages
             self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self.data_start = 8 + header_bytes
-        entries = json.loads(self._header)
+        entries = json.loads(header)
         entries.pop("__metadata__", None)
         self.tensors = sorted(
             (StoredTensor(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in entries.items()),
@@ -66,13 +66,27 @@ class WeightFile:
         """Bytes ``begin..end`` of the data section as a ``uint8`` view of the map; never written."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin, offset=self.data_start + begin)
 
-    def fingerprint(self) -> bytes:
-        """sha256 over the header and 64 samples of the data: cheap, and different for different weights."""
-        digest = hashlib.sha256(self._header)
-        step = max(1, self.nbytes // 64)
-        for begin in range(0, self.nbytes, step):
-            digest.update(bytes(memoryview(self._map)[self.data_start + begin :][:4096]))
-        return digest.digest()
+    def digest(self) -> bytes:
+        """sha256 over the whole file, header included."""
+        return hashlib.sha256(self._map).digest()
+
+
+def fingerprint(path: Path) -> str:
+    """sha256 over all weights in a model's directory: the identity that KV on disk outlives its process by.
+
+    About half a second a gigabyte, on a thread of its own: hashing releases the interpreter.
+    """
+    digest = hashlib.sha256()
+    for file in _open(path):
+        digest.update(file.digest())
+    return digest.hexdigest()
+
+
+def _open(path: Path) -> list[WeightFile]:
+    files = [WeightFile(p) for p in sorted(path.glob("*.safetensors"))]
+    if not files:
+        raise LoadFailed(f"{path} holds no .safetensors file; other formats are not loaded")
+    return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +174,7 @@ class Weights:
 
     def __init__(self, model: torch.nn.Module, path: Path, device: str, *, pack: bool = True) -> None:
         """Takes the tensors of ``model`` over. With ``pack``, its linear layers are replaced where that is faster."""
-        self._files = [WeightFile(p) for p in sorted(path.glob("*.safetensors"))]
-        if not self._files:
-            raise LoadFailed(f"{path} holds no .safetensors file; other formats are not loaded")
-        digest = hashlib.sha256()
-        for file in self._files:
-            digest.update(file.fingerprint())
-        self.fingerprint = digest.hexdigest()
+        self._files = _open(path)
         self._stores: list[Store] = []
         self.private_bytes = 0
         tensors = _owned_tensors(model)

@@ -29,6 +29,7 @@
     │   └── StoreUnavailable        Redis is unreachable, full or read-only
     ├── DeadlineExceeded (504)
     ├── EngineError (500)           one generation failed inside the engine
+    │   └── CheckpointRefused       a file that is not whole, or not of these weights and this tenant
     ├── IllegalTransition (500)     a state machine was asked for an edge it does not have
     ├── ConfigError                 exit code 2
     ├── NotReachable                exit code 3
@@ -213,6 +214,12 @@ class DeadlineExceeded(OrchestratorError):
 
 class EngineError(OrchestratorError):
     code = "engine_error"
+
+
+class CheckpointRefused(EngineError):
+    """A checkpoint is damaged, of a newer version, or not of these weights and this tenant; nothing of it was used."""
+
+    code = "checkpoint_refused"
 
 
 class IllegalTransition(OrchestratorError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,26 @@ class KVMemory:
                 width = block_size * source.shape[1] * source.shape[2]
                 blocks = source.view(-1, width).index_select(0, ours)
                 targets[layer].view(-1, width).index_copy_(0, theirs, blocks.to(theirs.device))
+
+    def read_blocks(self, blocks: Sequence[int], block_size: int) -> torch.Tensor:
+        """The bytes of whole blocks, ``[blocks, block_bytes]`` uint8 on the CPU: keys, then values, layer by layer."""
+        index = torch.tensor(blocks, dtype=torch.long, device=self._flat.device)
+        rows = [store.view(-1, block_size * store.shape[1] * store.shape[2]) for store in self._stores()]
+        return torch.cat([row.index_select(0, index).view(torch.uint8) for row in rows], 1).cpu()
+
+    def write_blocks(self, blocks: Sequence[int], content: torch.Tensor, block_size: int) -> None:
+        """Undo ``read_blocks``."""
+        index = torch.tensor(blocks, dtype=torch.long, device=self._flat.device)
+        begin = 0
+        for store in self._stores():
+            row = store.view(-1, block_size * store.shape[1] * store.shape[2])
+            end = begin + row.shape[1] * row.element_size()
+            row.index_copy_(0, index, content[:, begin:end].contiguous().view(row.dtype).to(row.device))
+            begin = end
+
+    def _stores(self) -> Iterator[torch.Tensor]:
+        yield from self.keys.values()
+        yield from self.values.values()
 
     def give_back(self) -> None:
         """Free the memory; the views stay and must not be touched."""

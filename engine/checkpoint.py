@@ -1,0 +1,124 @@
+"""Owns the file form of one generation: what it was asked, what it has said, the KV of its whole blocks. Torch-free.
+
+A checkpoint is a safetensors file: tensor ``kv`` (uint8, ``[blocks, block_bytes]``) and one metadata entry, a JSON
+record with everything else. The sampler needs no state (its noise is keyed on seed and position), the text and stop
+strings are fed again from the tokens. A file is refused whole, before anything is used of it, unless it is exactly what
+was written, by the same weights, for the same tenant. The caller then goes on from its own tokens: it costs time only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zlib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from engine.prefix import KVIdentity
+from engine.protocol import GenerationRequest, SamplingParams
+from policies.errors import CheckpointRefused
+from policies.types import Tier
+
+VERSION = 1
+RECORD = "generation"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One generation between two steps. ``request.delivered_token_ids`` is all it has said, sent or not."""
+
+    identity: KVIdentity
+    request: GenerationRequest
+    kv: np.ndarray  # uint8 [blocks, block_bytes]: of the first blocks of its tokens
+
+
+def write(path: Path, checkpoint: Checkpoint) -> None:
+    """All or nothing: a temporary file, synced, renamed. Readable by its owner only. OSError when it cannot be."""
+    record = {
+        "version": VERSION,
+        "identity": asdict(checkpoint.identity),
+        "request": asdict(checkpoint.request),
+        "kv_crc32": zlib.crc32(checkpoint.kv.data),
+    }
+    text = json.dumps(record)
+    content = save({"kv": checkpoint.kv}, {RECORD: text, "crc32": str(zlib.crc32(text.encode()))})
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path, identity: KVIdentity, block_bytes: int) -> Checkpoint:
+    """What was written, checked whole; CheckpointRefused says what is wrong with it.
+
+    Args:
+        identity: whose KV may be used here; another tenant, model, dtype, block size or layout is refused.
+        block_bytes: of one KV block here.
+    """
+    record, kv = _content(path)
+    _check_record(path, record, identity)
+    if kv.dtype != np.uint8 or kv.ndim != 2 or (len(kv) and kv.shape[1] != block_bytes):
+        raise CheckpointRefused(f"{path.name}: KV of shape {kv.shape} {kv.dtype}, not blocks of {block_bytes} bytes")
+    if zlib.crc32(kv.data) != record["kv_crc32"]:
+        raise CheckpointRefused(f"{path.name}: its KV is damaged (checksum)")
+    request = _request(path, record["request"])
+    if len(kv) * identity.block_size > len(request.prompt_token_ids) + len(request.delivered_token_ids):
+        raise CheckpointRefused(f"{path.name}: {len(kv)} blocks of KV are more than its tokens can have")
+    return Checkpoint(identity, request, kv)
+
+
+def _content(path: Path) -> tuple[dict[str, Any], np.ndarray]:
+    try:
+        raw = path.read_bytes()
+        tensors = load(raw)
+        # the format's header: its length in 8 bytes, then JSON; ``load`` has checked that
+        metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]).get("__metadata__", {})
+        text = metadata[RECORD]
+        if str(zlib.crc32(text.encode())) != metadata["crc32"]:
+            raise CheckpointRefused(f"{path.name}: its record is damaged (checksum)")
+        return json.loads(text), tensors["kv"]
+    except OSError as error:
+        raise CheckpointRefused(f"cannot read {path.name}: {error.strerror}") from error
+    except (SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointRefused(f"{path.name} is no whole checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _check_record(path: Path, record: dict[str, Any], identity: KVIdentity) -> None:
+    version = record.get("version")
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
+        raise CheckpointRefused(f"{path.name}: version {version}; this engine reads versions 1 to {VERSION}")
+    found = record["identity"]
+    for name, expected in asdict(identity).items():
+        if found.get(name) != expected:
+            shown = "another" if name == "tenant" else f"{found.get(name)!r}, not {expected!r}"
+            raise CheckpointRefused(f"{path.name}: {name} is {shown}")
+
+
+def _request(path: Path, record: dict[str, Any]) -> GenerationRequest:
+    """Lists become tuples again; a field that an older version did not have takes its default."""
+    try:
+        sampling = {name: _frozen(value) for name, value in record.pop("sampling").items()}
+        plain = {name: _frozen(value) for name, value in record.items()}
+        plain["tier"] = Tier(plain["tier"])
+        known = {field.name for field in fields(GenerationRequest)}
+        if unknown := plain.keys() - known:
+            raise CheckpointRefused(f"{path.name}: unknown fields {', '.join(sorted(unknown))}")
+        return GenerationRequest(sampling=SamplingParams(**sampling), **plain)
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointRefused(f"{path.name}: its request cannot be read: {error}") from error
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
