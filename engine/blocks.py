@@ -74,7 +74,7 @@ class BlockPool:
             self._forget(block)
             self._refs[block] = 1
             blocks.append(block)
-        return blocks
+        return sorted(blocks)  # adjoining ones together: attention and copies gather less
 
     def match(self, keys: Iterable[bytes], token_ids: Sequence[int], block_size: int) -> list[int]:
         """The longest cached prefix: blocks whose keys, and whose token ids, are those asked for. Takes nothing."""

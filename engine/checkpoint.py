@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from engine.prefix import KVIdentity
 from engine.protocol import GenerationRequest, SamplingParams
@@ -81,17 +81,15 @@ def read(path: Path, identity: KVIdentity, block_bytes: int) -> Checkpoint:
 
 def _content(path: Path) -> tuple[dict[str, Any], np.ndarray]:
     try:
-        raw = path.read_bytes()
-        tensors = load(raw)
-        # the format's header: its length in 8 bytes, then JSON; ``load`` has checked that
-        metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]).get("__metadata__", {})
-        text = metadata[RECORD]
-        if str(zlib.crc32(text.encode())) != metadata["crc32"]:
-            raise CheckpointRefused(f"{path.name}: its record is damaged (checksum)")
-        return json.loads(text), tensors["kv"]
+        with safe_open(path, "np") as file:
+            metadata = file.metadata() or {}
+            text = metadata[RECORD]
+            if str(zlib.crc32(text.encode())) != metadata["crc32"]:
+                raise CheckpointRefused(f"{path.name}: its record is damaged (checksum)")
+            return json.loads(text), file.get_tensor("kv")
     except OSError as error:
-        raise CheckpointRefused(f"cannot read {path.name}: {error.strerror}") from error
-    except (SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointRefused(f"cannot read {path.name}: {error}") from error
+    except (SafetensorError, ValueError, KeyError) as error:
         raise CheckpointRefused(f"{path.name} is no whole checkpoint: {type(error).__name__}: {error}") from error
 
 

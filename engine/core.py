@@ -179,7 +179,7 @@ class EngineCore(ABC):
         installed = self._scheduler.make_room_for(context, len(saved.kv))
         try:
             self._move(installed.moves)
-            self._write_kv(installed.blocks, saved.kv[list(installed.indices)])
+            self._write_kv(installed.blocks, _rows(saved.kv, installed.indices))
         except (RuntimeError, MemoryError, OSError):
             self._counts["moves_failed"] += 1
             self._scheduler.installed(context, installed, worked=False)
@@ -358,3 +358,8 @@ class EngineCore(ABC):
         said_end = context.token_ids[-1] in self._eos and not context.request.sampling.ignore_eos
         self._ended.append(ended_context(context, said_end=said_end))
         del self._contexts[context.key], self._texts[context.key]
+
+
+def _rows(kv: np.ndarray, indices: Sequence[int]) -> np.ndarray:
+    """Those rows; nothing is copied when it is all of them."""
+    return kv if len(indices) == len(kv) else kv[list(indices)]

@@ -254,9 +254,7 @@ def _waits(scheduler: Scheduler, wall: float) -> dict[int, Wait]:
     return found
 
 
-def _first_waits(
-    scheduler: Scheduler, context: Context, expected: int, promised: int
-) -> tuple[WaitReason, int, str]:
+def _first_waits(scheduler: Scheduler, context: Context, expected: int, promised: int) -> tuple[WaitReason, int, str]:
     """Why the first of the queue does not run yet, and the blocks it wants beside those found in the cache."""
     hits = [block for block in scheduler._found(context) if block is not None]
     wanted = expected - len(hits)

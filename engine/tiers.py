@@ -8,6 +8,7 @@ and vLLM's offloading connector.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,11 +50,14 @@ class HostBooks:
 
 
 class HostTier:
-    """Which content lies in which slot; least recently used content is dropped first."""
+    """Which content lies in which slot; least recently used content is dropped first.
+
+    Chains are evicted from their end, and slots given out from theirs: what adjoined on the device adjoins here.
+    """
 
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity = capacity_blocks
-        self._free = list(range(capacity_blocks))
+        self._free = [-slot for slot in reversed(range(capacity_blocks))]  # a heap that gives the highest slot
         self._entries: OrderedDict[bytes, HostEntry] = OrderedDict()
         self._held: set[bytes] = set()  # about to be copied in: their slots must not be written before
         self.moved_out = 0
@@ -96,7 +100,7 @@ class HostTier:
         """Drop one block's content."""
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._free.append(entry.slot)
+            heapq.heappush(self._free, -entry.slot)
 
     def clear(self) -> None:
         """Drop everything."""
@@ -113,4 +117,4 @@ class HostTier:
             if oldest is None:
                 return None
             self.forget(oldest)
-        return self._free.pop()
+        return -heapq.heappop(self._free)

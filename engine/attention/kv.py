@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+RUN_BLOCKS = 4  # adjoining blocks from which on a copy of their own pays, on average
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -22,6 +24,17 @@ def bytes_per_token(layers: dict[int, LayerShape], dtype: torch.dtype) -> int:
     """KV bytes that one token takes over all layers."""
     width = sum(shape.kv_heads * (shape.head_dim + shape.value_dim) for shape in layers.values())
     return width * dtype.itemsize
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Pairs of blocks that adjoin on both sides, together: (first here, first there, count)."""
+    runs: list[tuple[int, int, int]] = []
+    for mine, its in sorted(pairs):
+        if runs and (mine, its) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((mine, its, 1))
+    return runs
 
 
 class KVMemory:
@@ -48,33 +61,38 @@ class KVMemory:
 
         Its blocks must differ from each other: the copies have no order.
         """
-        ours = torch.tensor([mine for mine, _ in pairs], device=self._flat.device)
-        theirs = torch.tensor([its for _, its in pairs], device=other._flat.device)
-        for sources, targets in ((self.keys, other.keys), (self.values, other.values)):
-            for layer, source in sources.items():
-                width = block_size * source.shape[1] * source.shape[2]
-                blocks = source.view(-1, width).index_select(0, ours)
-                targets[layer].view(-1, width).index_copy_(0, theirs, blocks.to(theirs.device))
+        runs = _runs(pairs)
+        if len(runs) * RUN_BLOCKS > len(pairs):  # scattered: two passes over the bytes, but few calls
+            ours = torch.tensor([mine for mine, _ in pairs], device=self._flat.device)
+            theirs = torch.tensor([its for _, its in pairs], device=other._flat.device)
+            for source, target in zip(self._rows(block_size), other._rows(block_size), strict=True):
+                target.index_copy_(0, theirs, source.index_select(0, ours).to(theirs.device))
+            return
+        for source, target in zip(self._rows(block_size), other._rows(block_size), strict=True):
+            for mine, its, count in runs:
+                target[its : its + count].copy_(source[mine : mine + count])
 
     def read_blocks(self, blocks: Sequence[int], block_size: int) -> torch.Tensor:
         """The bytes of whole blocks, ``[blocks, block_bytes]`` uint8 on the CPU: keys, then values, layer by layer."""
         index = torch.tensor(blocks, dtype=torch.long, device=self._flat.device)
-        rows = [store.view(-1, block_size * store.shape[1] * store.shape[2]) for store in self._stores()]
+        rows = self._rows(block_size)
         return torch.cat([row.index_select(0, index).view(torch.uint8) for row in rows], 1).cpu()
 
     def write_blocks(self, blocks: Sequence[int], content: torch.Tensor, block_size: int) -> None:
         """Undo ``read_blocks``."""
-        index = torch.tensor(blocks, dtype=torch.long, device=self._flat.device)
+        runs = _runs(list(enumerate(blocks)))
         begin = 0
-        for store in self._stores():
-            row = store.view(-1, block_size * store.shape[1] * store.shape[2])
+        for row in self._rows(block_size):
             end = begin + row.shape[1] * row.element_size()
-            row.index_copy_(0, index, content[:, begin:end].contiguous().view(row.dtype).to(row.device))
+            piece = content[:, begin:end].view(row.dtype)
+            for first, block, count in runs:
+                row[block : block + count].copy_(piece[first : first + count])
             begin = end
 
-    def _stores(self) -> Iterator[torch.Tensor]:
-        yield from self.keys.values()
-        yield from self.values.values()
+    def _rows(self, block_size: int) -> Iterator[torch.Tensor]:
+        """Every layer's keys, then its values, as ``[blocks, elements]``."""
+        for store in (*self.keys.values(), *self.values.values()):
+            yield store.view(-1, block_size * store.shape[1] * store.shape[2])
 
     def give_back(self) -> None:
         """Free the memory; the views stay and must not be touched."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -162,7 +163,8 @@ async def _stream_all(client: Client, pid: int, seed: str) -> Routed:
 def _largest_items(pid: int) -> str:
     """The three largest items of a flame graph: where the gateway's samples end."""
     with tempfile.NamedTemporaryFile(suffix=".folded") as folded:
-        command = ["py-spy", "record", "--pid", str(pid), "--duration", str(PROFILE_SECONDS), "--format", "raw"]
+        tool = str(Path(sys.executable).parent / "py-spy")  # comes with Ray
+        command = [tool, "record", "--pid", str(pid), "--duration", str(PROFILE_SECONDS), "--format", "raw"]
         try:
             subprocess.run([*command, "--output", folded.name], capture_output=True, check=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:

@@ -6,12 +6,12 @@ import sys
 
 from rich.markup import escape
 
-from orchestrator.cli import bench, bench_matrix, chat, doctor, operate, serve, sessions
+from orchestrator.cli import bench, bench_matrix, chat, contexts, doctor, operate, serve, sessions
 from orchestrator.cli.app import app
 from orchestrator.cli.common import err
 from policies.errors import OrchestratorError
 
-__all__ = ["bench", "bench_matrix", "chat", "doctor", "main", "operate", "serve", "sessions"]
+__all__ = ["bench", "bench_matrix", "chat", "contexts", "doctor", "main", "operate", "serve", "sessions"]
 
 
 def main() -> None:

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import httpx
+from rich.markup import escape
 
 from orchestrator.cli.app import app
-from orchestrator.cli.common import ConfigOption, JsonOption, out, read_config, run_file
+from orchestrator.cli.common import ConfigOption, JsonOption, KeyOption, UrlOption, admin, out, read_config, run_file
 from orchestrator.cluster import check_port
 from orchestrator.config import Config
-from policies.errors import OrchestratorError
+from orchestrator.contexts import parse
+from orchestrator.diagnosis import conclude, summary
+from policies.errors import NotReachable, OrchestratorError
 from session_store.client import check_reachable
 from session_store.embedded import find_server
 
@@ -28,21 +31,30 @@ class Finding:
     good: bool
     said: str
     fix: str = ""
+    warning: bool = False  # not good, and not a reason for another exit code: traffic made it
+
+
+MARKS = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "BAD": "[red]BAD [/red]"}
 
 
 @app.command(epilog="Example: orchestrator doctor --config my.yaml")
-def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Look at Python, torch, threads, memory, Redis, disk, ports and the cache; exit code 1 if anything is wrong."""
+def doctor(
+    config: ConfigOption = None, url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
+) -> None:
+    """Look at Python, torch, threads, memory, Redis, disk, ports and the cache; exit code 1 if anything is wrong.
+
+    Where a service runs, also at what its engines do: what is concluded from that is a warning.
+    """
     settings = read_config(config)
-    findings = list(_findings(settings))
+    findings = [*_findings(settings), *_contexts(url, key)]
     if as_json:
         out.print_json(data={"findings": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
-            mark = "[green]ok  [/green]" if finding.good else "[red]BAD [/red]"
+            mark = MARKS["ok" if finding.good else "warn" if finding.warning else "BAD"]
             fix = "" if finding.good else f"  → {finding.fix}"
-            out.print(f"{mark} {finding.name}: {finding.said}{fix}", highlight=False, soft_wrap=True)
-    bad = [finding.name for finding in findings if not finding.good]
+            out.print(f"{mark} {finding.name}: {escape(finding.said + fix)}", highlight=False, soft_wrap=True)
+    bad = [finding.name for finding in findings if not finding.good and not finding.warning]
     if bad:
         raise OrchestratorError(f"{len(bad)} of {len(findings)} are wrong: {', '.join(bad)}")
 
@@ -114,3 +126,23 @@ def _tried(name: str, attempt: Callable[[], object], said: str, fix: str) -> Fin
     except OrchestratorError as error:
         return Finding(name, False, error.message, fix)
     return Finding(name, True, said)
+
+
+def _contexts(url: str | None, key: str | None) -> Iterator[Finding]:
+    """What the engines of the running service tell, if one runs and we may ask it."""
+    if not (key or run_file().get("admin_key")):
+        yield Finding("contexts", True, "not looked at: no service runs here, or no admin key is known")
+        return
+    try:
+        hosts = parse(admin("GET", "/admin/contexts", url, key))
+    except NotReachable as error:
+        yield Finding("contexts", True, f"not looked at: {error.message}")
+        return
+    except (OrchestratorError, ValueError) as error:
+        yield Finding("contexts", False, str(error), "name an admin key with --key", warning=True)
+        return
+    found = conclude(hosts)
+    for one in found:
+        yield Finding("contexts", False, f"{one.host}: {one.said}", one.fix, warning=True)
+    if not found:
+        yield Finding("contexts", True, summary(hosts))
