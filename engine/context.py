@@ -56,6 +56,7 @@ class Context:
     cached_tokens: int | None = None  # prompt tokens found in the cache at first admission
     recomputed_tokens: int = 0
     preemptions: int = 0
+    bypassed: int = 0  # later ones that were started before it
     started: float | None = None
     first_token: float | None = None
     last_token: float | None = None

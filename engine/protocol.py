@@ -122,6 +122,7 @@ class EngineLimits:
     step_tokens: int = 256  # most tokens computed in one step
     max_running: int = 16  # most generations in one step
     max_waiting: int = 256
+    ordering: str = "priority"  # a name of policies.registry.ORDERING
     kv_host_bytes: int = 0  # of the memory: for KV that left the device (preempted, or of a sleeping model)
 
 

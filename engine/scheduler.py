@@ -18,11 +18,11 @@ from engine.tiers import HostTier, Move, Way
 from policies import preemption
 from policies.admission import admit, estimate_blocks
 from policies.errors import QueueFull, RequestTooLarge
-from policies.ordering import tier_then_arrival
+from policies.ordering import OrderView
+from policies.registry import ORDERING
 from policies.types import ContextState
 
 EXPECTED_SHARE = 0.6  # of max_tokens a generation is expected to use; the rest is met by preemption
-AGING_SECONDS = 60.0  # a waiting request moves up one tier per minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class Scheduler:
         self.limits = limits
         self.pool = BlockPool(num_blocks, self._evicted)
         self.host = HostTier(host_blocks)
+        self._ordering = ORDERING.make(limits.ordering)
         self._moves: list[Move] = []
         self.waiting: list[Context] = []
         self.running: list[Context] = []
@@ -278,6 +279,8 @@ class Scheduler:
                 break
             self.waiting.pop(0)
             self._start(context, found, now)
+            for other in self.waiting:
+                other.bypassed += other.request.arrival < context.request.arrival
             count = min(context.num_tokens - context.num_computed, budget)
             context.block_table += self.pool.allocate(self._blocks_missing(context, context.num_computed + count))
             chunks.append(Chunk(context, context.num_computed, count))
@@ -365,11 +368,11 @@ class Scheduler:
 
     # -- order -----------------------------------------------------------------
 
-    @staticmethod
-    def _order(context: Context, wall: float) -> tuple[int, float, int]:
+    def _order(self, context: Context, wall: float) -> tuple[float, ...]:
         request = context.request
-        key = tier_then_arrival(request.tier, request.arrival, wall, AGING_SECONDS)
-        return (*key, context.context_id)
+        left = context.max_token_limit - context.num_computed
+        view = OrderView(request.tier, request.arrival, left, context.bypassed)
+        return (*self._ordering(view, wall), context.context_id)
 
     def _expire(self, now: float, wall: float) -> tuple[Context, ...]:
         """The deadline bounds the wait for the first token: who was preempted after it waits for its blocks only."""

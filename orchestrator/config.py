@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from policies.errors import ConfigError
-from policies.registry import RESIDENCY
+from policies.registry import ORDERING, RESIDENCY
 from policies.types import Tier
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -109,6 +109,7 @@ class ModelConfig(Section):
     step_tokens: int = Field(256, ge=16, description="most tokens computed in one step")
     max_running: int = Field(16, ge=1, description="most generations in one step")
     max_waiting: int = Field(256, ge=1, description="most generations waiting in the engine, and for the model")
+    ordering: str = Field("priority", description="who runs first: priority (tier, then arrival), fcfs or sjf")
     kv_host: ByteSize = Field(ByteSize(0), description="of memory: for KV that left the device")
     replicas: int = Field(1, ge=1, le=64, description="hosts; those after the first only when bytes are to spare")
     pinned: bool = Field(False, description="never evicted for another model")
@@ -119,6 +120,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fake_needs_source(self) -> ModelConfig:
+        if self.ordering not in ORDERING.names:
+            raise ValueError(f"ordering: {self.ordering!r} is not one of {', '.join(ORDERING.names)}")
         if self.fake is not None and self.source != "fake":
             raise ValueError("'fake' settings need source: fake")
         return self

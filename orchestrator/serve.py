@@ -105,6 +105,7 @@ def _host_spec(model: ModelConfig, path: Path | OrchestratorError | None, config
             step_tokens=model.step_tokens,
             max_running=model.max_running,
             max_waiting=model.max_waiting,
+            ordering=model.ordering,
             kv_host_bytes=int(model.kv_host),
         ),
         dtype=model.dtype,

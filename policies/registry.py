@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from policies.errors import ConfigError
+from policies.ordering import FirstCome, Ordering, ShortestFirst, TierFirst
 from policies.residency import Lru, ResidencyPolicy
 
 P = TypeVar("P")
@@ -35,4 +36,5 @@ class Registry(Generic[P]):
         return f"unknown {self._kind} {name!r}: the {len(self.names)} known are {', '.join(self.names)}{hint}"
 
 
+ORDERING: Registry[Ordering] = Registry("order", {"fcfs": FirstCome, "sjf": ShortestFirst, "priority": TierFirst})
 RESIDENCY: Registry[ResidencyPolicy] = Registry("residency policy", {"lru": Lru})

@@ -18,6 +18,7 @@ BLOCK = 4
 PROMPT = [5, 9, 200, 31, 77, 12, 45]
 
 BREAKS = {
+    "test_E20": ("engine/scheduler.py", "other.bypassed += other.request.arrival < context.request.arrival", "pass"),
     "test_E17": ("engine/scheduler.py", "return len(self.pool) * self.limits.block_size", "return 10**9"),
     "test_E35": ("engine/loop.py", "self._engine.check()", "pass"),
     "test_E44": (
@@ -26,6 +27,22 @@ BREAKS = {
         "[*self.request.prompt_token_ids, *self.request.delivered_token_ids[1:]]",
     ),
 }
+
+
+@pytest.mark.parametrize("ordering", ["fcfs", "sjf", "priority"])
+def test_E20_a_large_request_among_a_stream_of_small_ones_is_bypassed_a_bounded_number_of_times(ordering: str) -> None:
+    limits = EngineLimits(max_model_len=256, block_size=BLOCK, step_tokens=64, max_running=2, ordering=ordering)
+    engine = fake_engine(limits, kv_capacity_tokens=256, reply_words=40)
+    engine.add(request("small", PROMPT, 4, arrival=0.0))
+    engine.add(request("large", PROMPT * 20, 60, arrival=1.0))
+    for number in range(60):
+        engine.add(request(f"small{number}", PROMPT, 4, arrival=2.0 + number))
+    began: list[str] = []
+    while "large" not in began:
+        began += [output.request_id for output in engine.step() if output.request_id not in began]
+    assert len(began) <= (20 if ordering == "sjf" else 3)
+    assert ordering != "sjf" or len(began) > 10  # the short ones do go first
+    drain(engine)
 
 
 @pytest.mark.parametrize("beside", [0, 3])
