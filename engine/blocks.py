@@ -157,6 +157,14 @@ class BlockPool:
         for block in blocks:
             self._forget(block)
 
+    def forget(self, key: bytes) -> None:
+        """Remove the block with this key from the cache; who holds it goes on."""
+        block = self._by_key.get(key)
+        if block is not None:
+            self.discard([block])
+            if block in self._free:
+                self._free.move_to_end(block, last=False)  # nothing cached: give it out first
+
     def clear_cache(self) -> None:
         """Forget all content, as when the KV memory was given back."""
         for block in range(len(self._refs)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from engine.protocol import (
     WakeReport,
 )
 from engine.scheduler import Chunk, Scheduler, StepPlan
+from engine.sessions import SessionKeys
 from engine.snapshot import ENDED_KEPT, EndedContext, EngineSnapshot, ended_context, take_snapshot
 from engine.tiers import Move
 from policies import preemption
@@ -38,8 +39,6 @@ from policies.errors import BadRequest, DeadlineExceeded, EngineError, HostUnava
 from policies.types import ContextState
 
 NOT_FINITE = "the model produced no finite score for this generation"
-
-SESSIONS_REMEMBERED = 4096
 
 
 class EngineCore(ABC):
@@ -51,7 +50,7 @@ class EngineCore(ABC):
         self._contexts: dict[tuple[str, int], Context] = {}
         self._texts: dict[tuple[str, int], TextStream] = {}
         self._counts: Counter[str] = Counter()
-        self._sessions: OrderedDict[str, bytes] = OrderedDict()  # session → key of its last full block
+        self._sessions = SessionKeys()
         self._ended: deque[EndedContext] = deque(maxlen=ENDED_KEPT)
 
     # -- what a kind of engine supplies ------------------------------------------
@@ -187,6 +186,16 @@ class EngineCore(ABC):
             self._scheduler.installed(context, installed, worked=True)
         return saved.request
 
+    def forget_session(self, session: str) -> int:
+        """Drop the KV that only this session's turns left, on every tier; how many blocks there were.
+
+        A turn that runs now keeps its blocks until it ends, but nobody finds them.
+        """
+        keys = [key for key in self._sessions.forget(session) if self._kept(key)]
+        for key in keys:
+            self._scheduler.forget(key)
+        return len(keys)
+
     def has_work(self) -> bool:
         return bool(self._contexts)
 
@@ -227,7 +236,7 @@ class EngineCore(ABC):
             generated_tokens=self._counts["generated"],
             preemptions=self._scheduler.preemptions,
             steps=self._counts["steps"],
-            sessions=sum(self._kept(key) for key in self._sessions.values()),
+            sessions=self._sessions.whole(self._kept),
             tenants_waiting=tuple(sorted(waiting.items())),
         )
 
@@ -320,18 +329,9 @@ class EngineCore(ABC):
         except Exception as error:  # noqa: BLE001 — boundary: text that cannot be made fails its own generation alone
             return self._fail(context, f"its text could not be decoded: {type(error).__name__}: {error}")
         if reason is not None:
-            self._remember_session(context)
             self._scheduler.end(context, ContextState.FINISHED, now, reason)
             self._forget(context)
         return Output(*context.key, (choice.token,), text, reason, usage=context.usage(), logprobs=logprobs)
-
-    def _remember_session(self, context: Context) -> None:
-        session = context.request.session
-        if session is not None and context.num_published:
-            self._sessions[session] = context.block_keys[context.num_published - 1]
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > SESSIONS_REMEMBERED:
-                self._sessions.popitem(last=False)
 
     def _say(self, context: Context, token: int) -> tuple[str, FinishReason | None]:
         stream = self._texts[context.key]
@@ -357,6 +357,9 @@ class EngineCore(ABC):
     def _forget(self, context: Context) -> None:
         said_end = context.token_ids[-1] in self._eos and not context.request.sampling.ignore_eos
         self._ended.append(ended_context(context, said_end=said_end))
+        if context.request.session is not None:  # however it ended: its KV may be cached
+            blocks = context.max_computed // self.limits.block_size
+            self._sessions.remember(context.request.session, context.block_keys[:blocks])
         del self._contexts[context.key], self._texts[context.key]
 
 

@@ -204,6 +204,9 @@ class Engine(Protocol):
         HostUnavailable, still asleep, when memory is short; EngineError when the canary's answer is wrong.
         """
 
+    def forget_session(self, session: str) -> int:
+        """Drop the KV that only this session's turns left, on every tier; how many blocks there were."""
+
     def stats(self) -> EngineStats: ...
 
     def snapshot(self) -> EngineSnapshot:

@@ -206,6 +206,11 @@ class Scheduler:
                 self.host.forget(key)
         self._release(context)
 
+    def forget(self, key: bytes) -> None:
+        """Let nobody find the block with this key again."""
+        self.host.forget(key)
+        self.pool.forget(key)
+
     def check(self) -> None:
         """EngineError unless every block reference is explained by a live context."""
         self.pool.check(c.block_table for c in self.contexts())

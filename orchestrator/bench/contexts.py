@@ -1,5 +1,7 @@
-"""Owns ``bench engine``'s sections on contexts: what it costs to come back to KV that was kept, against its copy and
-against computing it again. One engine, in a process of its own."""
+"""Owns ``bench engine``'s sections on contexts: what coming back to KV costs, against copying and computing it again.
+
+One engine, in a process of its own.
+"""
 
 from __future__ import annotations
 

@@ -37,13 +37,15 @@ def bench_swap(source: SourceOption = DEMO_SOURCE, as_json: JsonOption = False) 
 @bench_app.command(name="engine", epilog="Example: orchestrator bench engine --json > engine.json")
 def bench_engine(source: SourceOption = DEMO_SOURCE, pairs: PairsOption = 3, as_json: JsonOption = False) -> None:
     """Our engine against its peers, bare and through HTTP: both sides in one run, as ratios. Takes ten minutes."""
-    from orchestrator.bench import contexts, engine, http
+    from orchestrator.bench import contexts, engine, http, scheduling
 
     path = _prepared(source)
     with err.status("measuring") as status:
         sections = engine.run(path, lambda what: status.update(escape(what)), pairs=pairs)
         status.update("contexts: second turn, swap, checkpoint")
         sections += contexts.run(path)
+        status.update("scheduling: a step's cost, a long prompt beside streams")
+        sections += scheduling.run(path)
         sections += http.run(path, lambda what: status.update(escape(what)), pairs=pairs)
     _show("engine", sections, as_json)
 
