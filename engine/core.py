@@ -355,8 +355,7 @@ class EngineCore(ABC):
         return Output(*context.key, error=error, usage=context.usage())
 
     def _forget(self, context: Context) -> None:
-        said_end = context.token_ids[-1] in self._eos and not context.request.sampling.ignore_eos
-        self._ended.append(ended_context(context, said_end=said_end))
+        self._ended.append(ended_context(context, said_end=context.token_ids[-1] in self._eos))
         if context.request.session is not None:  # however it ended: its KV may be cached
             blocks = context.max_computed // self.limits.block_size
             self._sessions.remember(context.request.session, context.block_keys[:blocks])

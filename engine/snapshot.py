@@ -121,7 +121,7 @@ def take_snapshot(
         now: monotonic seconds.
         wall: seconds since the epoch; ages the queue as the scheduler does.
     """
-    pool, live = scheduler.pool, list(contexts)
+    pool, size, live = scheduler.pool, scheduler.limits.block_size, list(contexts)
     block_bytes = kv_bytes // max(1, len(pool))
     references = pool.references()
     waits = _waits(scheduler, wall)
@@ -137,10 +137,7 @@ def take_snapshot(
         pool=pool.books(),
         host=scheduler.host.books(),
         states={str(state): count for state, count in Counter(c.state for c in live).items()},
-        contexts=tuple(
-            _context(c, references, block_bytes, scheduler.limits.block_size, waits.get(c.context_id), now)
-            for c in live
-        ),
+        contexts=tuple(_context(c, references, block_bytes, size, waits.get(c.context_id), now) for c in live),
         blocks=tuple(_use(place, held_by) for place, held_by in zip(pool.places(), owners, strict=True)),
         unfreed_blocks=sum(refs > len(held_by) for refs, held_by in zip(references, owners, strict=True)),
         ended=tuple(ended),

@@ -21,6 +21,7 @@ from engine.fake import FakeEngine, FakeSettings
 from engine.loop import EngineLoop
 from engine.memory import HUGE_PAGES, held_bytes
 from engine.protocol import Engine, EngineLimits, EngineStats, GenerationRequest, LoadReport, Output
+from engine.snapshot import EngineSnapshot
 from model_pool.channels import Channels
 from model_pool.effects import HostRef, HostReport
 from model_pool.states import MODEL_EDGES
@@ -214,6 +215,26 @@ class EngineHost:
             if self._state in (S.READY, S.DRAINING):
                 self._stats = await self._call(lambda engine: engine.stats())
         return await self.picture()
+
+    async def snapshot(self) -> EngineSnapshot | OrchestratorError:
+        """Who holds this engine's memory; asleep too. HostUnavailable while there is no engine to ask."""
+        if self._state in (S.COLD, S.LOADING, S.FAILED):
+            return HostUnavailable(f"{self._spec.ref.name} is {self._state}: there is no engine to ask")
+        try:
+            snapshot: EngineSnapshot = await self._call(lambda engine: engine.snapshot())
+        except OrchestratorError as error:
+            return error
+        return snapshot
+
+    async def forget_session(self, session: str) -> int | OrchestratorError:
+        """Drop the KV that only this session (``tenant/session``) left here; asleep too. How many blocks there were."""
+        if self._state in (S.COLD, S.LOADING, S.FAILED):
+            return 0
+        try:
+            dropped: int = await self._call(lambda engine: engine.forget_session(session))
+        except OrchestratorError as error:
+            return error
+        return dropped
 
     def _report(self) -> HostReport:
         held = self._state in (S.LOADING, S.WARMING, S.READY, S.DRAINING, S.WAKING)

@@ -18,14 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
-from model_pool.effects import (
-    HostRef,
-    ModelSpec,
-    ModelStatus,
-    Placement,
-    PoolEvent,
-    RoutingTable,
-)
+from model_pool.effects import HostRef, ModelSpec, ModelStatus, Placement, PoolEvent, RoutingTable
 from model_pool.host import NAMESPACE, HostPicture, HostSpec, start_host
 from model_pool.ledger import DeviceBooks
 from model_pool.pool import Pool
@@ -42,7 +35,8 @@ NAME = "controller"
 TICK_SECONDS = 0.25
 ROUTES_SECONDS = 10.0  # how long a long poll for routes waits
 EVENTS_KEPT = 2_000
-ADOPT_SECONDS = 5.0  # a host that does not answer a restarted controller for this long is ended
+ANSWER_SECONDS = 5.0  # a host that is up and says nothing for this long is looked at; for as long again: ended
+UP = (ModelState.READY, ModelState.DRAINING, ModelState.SLEEPING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +143,13 @@ class Controller:
         if actor is None:
             return
         try:
-            await asyncio.wait_for(actor.picture.remote(), ADOPT_SECONDS)
-        except (RayActorError, TimeoutError) as error:
+            await asyncio.wait_for(actor.picture.remote(), ANSWER_SECONDS)
+        except RayActorError as error:
             self._lost(ref, error)
+        except TimeoutError:  # it hangs: left alive, it would keep its name and its memory from its successor
+            ray.kill(actor)
+            await _until_dead(actor)
+            self._lost(ref, TimeoutError(f"ended: no answer for {ANSWER_SECONDS:.0f} s"))
 
     async def picture(self) -> PoolPicture:
         await self.start()
@@ -178,11 +176,6 @@ class Controller:
             return asks[verb](model, time.time())
         except OrchestratorError as error:
             return error
-
-    async def stop_hosts(self) -> None:
-        """End every host; for the orderly end of the service."""
-        for actor in list(self._actors.values()):
-            ray.kill(actor)
 
     # -- Effects: fire-and-forget ------------------------------------------------------
 
@@ -291,7 +284,11 @@ class Controller:
         """Follow one host's reports until it dies. One call is always open, so death is noticed at once."""
         while ref in self._actors and self._actors[ref] is actor:
             try:
-                picture: HostPicture = await actor.watch.remote()
+                picture: HostPicture = await asyncio.wait_for(actor.watch.remote(), ANSWER_SECONDS)
+            except TimeoutError:
+                if ref in self._pictures and self._pictures[ref].report.state in UP:
+                    await self.suspect(ref)
+                continue
             except RayActorError as error:
                 self._lost(ref, error)
                 return
@@ -324,7 +321,7 @@ class Controller:
                 continue
             try:
                 actor = ray.get_actor(entry["name"], namespace=NAMESPACE)
-                picture: HostPicture = await asyncio.wait_for(actor.picture.remote(), ADOPT_SECONDS)
+                picture: HostPicture = await asyncio.wait_for(actor.picture.remote(), ANSWER_SECONDS)
             except (RayError, ValueError, TimeoutError):
                 continue
             ref = picture.spec.ref

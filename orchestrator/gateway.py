@@ -32,7 +32,7 @@ from orchestrator.controller import NAME as CONTROLLER
 from orchestrator.controller import PoolPicture
 from orchestrator.detached import start_detached
 from orchestrator.generation import Generator, Routes
-from orchestrator.links import Links
+from orchestrator.links import Links, forget_session, snapshot_of
 from orchestrator.logs import event_logger
 from orchestrator.metrics import GatewayMetrics, expose
 from orchestrator.tenants import Tenants
@@ -189,6 +189,12 @@ class Gateway:
         self._tenants.authenticate_admin(request.headers.get("authorization"))
         return _json(admin.models(await self._need_picture()))
 
+    @app.get("/admin/contexts")
+    async def admin_contexts(self, request: Request) -> Response:
+        self._tenants.authenticate_admin(request.headers.get("authorization"))
+        model = request.query_params.get("model")
+        return _json(await admin.contexts(await self._need_picture(), model, snapshot_of))
+
     @app.get("/admin/events")
     async def admin_events(self, request: Request) -> Response:
         self._tenants.authenticate_admin(request.headers.get("authorization"))
@@ -224,7 +230,8 @@ class Gateway:
     async def admin_delete_session(self, request: Request, tenant: str, session_id: str) -> Response:
         self._tenants.authenticate_admin(request.headers.get("authorization"))
         await self._store.delete_session(tenant, session_id)
-        return _json({"tenant": tenant, "session_id": session_id, "deleted": True})
+        dropped = await admin.forget_kv(await self._picture(), f"{tenant}/{session_id}", forget_session)
+        return _json({"tenant": tenant, "session_id": session_id, "deleted": True, **dropped})
 
     # -- inside -------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
 from engine.protocol import GenerationRequest, Output
+from engine.snapshot import EngineSnapshot
 from model_pool.effects import HostRef
 from model_pool.host import NAMESPACE
 from orchestrator.detached import start_detached
@@ -17,6 +19,7 @@ from policies.errors import HostLost, HostUnavailable, OrchestratorError
 
 HEARTBEAT_SECONDS = 1.0  # the host aborts a gateway's generations after 3 s of silence
 CONNECT_SECONDS = 10.0
+ANSWER_SECONDS = 2.0
 
 Key = tuple[str, int]  # request id, generation number
 
@@ -134,8 +137,7 @@ class HostLink:
         """The host, or our place on it, is gone: every generation hears of it once."""
         if self.lost is not None:
             return
-        lines = str(cause).strip().splitlines() or [type(cause).__name__]
-        self.lost = HostLost(f"{self.ref.name}: {lines[0]}", retry_after_seconds=1.0)
+        self.lost = HostLost(f"{self.ref.name}: {_said(cause)}", retry_after_seconds=1.0)
         self._opened.set()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
@@ -178,3 +180,31 @@ class Links:
                 if task.exception() is None:
                     task.result().close()
                 del self._links[ref]
+
+
+async def snapshot_of(host: str) -> EngineSnapshot | OrchestratorError:
+    """What a host's engine holds, or why it does not say."""
+    answer: EngineSnapshot | OrchestratorError = await _asked(host, lambda actor: actor.snapshot.remote())
+    return answer
+
+
+async def forget_session(host: str, session: str) -> int | OrchestratorError:
+    """Have a host drop a session's KV; how many blocks there were, or why it does not say."""
+    answer: int | OrchestratorError = await _asked(host, lambda actor: actor.forget_session.remote(session))
+    return answer
+
+
+async def _asked(host: str, ask: Callable[[Any], Any]) -> Any:
+    """A host's answer, or an error as a value: it is gone, or busy for more than ``ANSWER_SECONDS``."""
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await ask(await asyncio.to_thread(ray.get_actor, host, NAMESPACE))
+    except TimeoutError:
+        return HostUnavailable(f"{host} did not answer within {ANSWER_SECONDS:.0f} s")
+    except (ValueError, RayError) as error:
+        return HostLost(f"{host}: {_said(error)}")
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -25,6 +25,8 @@ FALLBACK_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] in ('system', 'developer') %}{{ message['content'] }}\n\n"
     "{% elif message['role'] == 'assistant' %}Assistant: {{ message['content'] }}\n"
+    "{% for call in message['tool_calls'] or () %}"
+    "Call: {{ call['function']['name'] }}({{ call['function']['arguments'] }})\n{% endfor %}"
     "{% elif message['role'] == 'tool' %}Tool: {{ message['content'] }}\n"
     "{% else %}User: {{ message['content'] }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"

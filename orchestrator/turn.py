@@ -306,6 +306,7 @@ def _new_items(ask: Ask) -> list[Item]:
             created=ask.arrival,
             tool_calls=tuple(message.get("tool_calls", ())),
             tool_call_id=message.get("tool_call_id"),
+            name=message.get("name"),
         )
         for index, message in enumerate(ask.messages)
     ]
@@ -318,6 +319,8 @@ def _message(item: Item) -> dict[str, Any]:
         message["tool_calls"] = list(item.tool_calls)
     if item.tool_call_id is not None:
         message["tool_call_id"] = item.tool_call_id
+    if item.name is not None:
+        message["name"] = item.name
     return message
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Sequence
+import difflib
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from model_pool.effects import PoolEvent
+from engine.snapshot import EngineSnapshot
+from model_pool.effects import ModelStatus, PoolEvent
 from orchestrator.config import Config
+from orchestrator.contexts import HostContexts
 from orchestrator.controller import ModelPicture, PoolPicture
-from policies.errors import BadRequest, ModelNotFound, NotFound
+from policies.errors import BadRequest, ModelNotFound, NotFound, OrchestratorError
+from policies.types import ModelState
 
 VERBS = ("load", "wake", "sleep", "unload", "pin", "unpin")
+NO_PROCESS = (ModelState.COLD, ModelState.FAILED, ModelState.LOST, ModelState.UNLOADING)
 
 
 def models(pool: PoolPicture) -> dict[str, Any]:
@@ -24,6 +30,46 @@ def models(pool: PoolPicture) -> dict[str, Any]:
 
 def events(found: Sequence[PoolEvent]) -> dict[str, Any]:
     return {"events": [dataclasses.asdict(event) for event in found]}
+
+
+async def contexts(
+    pool: PoolPicture, model: str | None, ask: Callable[[str], Awaitable[EngineSnapshot | OrchestratorError]]
+) -> dict[str, list[HostContexts]]:
+    """What the engines hold: of all live hosts, or of every host of one model. ``ask`` bounds its own time."""
+    statuses = [entry.status for entry in pool.models]
+    known = list(dict.fromkeys(status.model for status in statuses))
+    if model is not None and model not in known:
+        near = difflib.get_close_matches(model, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+        raise ModelNotFound(f"the model {model!r} does not exist; {hint}", param="model")
+    chosen = [s for s in statuses if s.model == model or (model is None and s.state not in NO_PROCESS)]
+    return {"hosts": await asyncio.gather(*(_contexts_of(status, ask) for status in chosen))}
+
+
+async def _contexts_of(
+    status: ModelStatus, ask: Callable[[str], Awaitable[EngineSnapshot | OrchestratorError]]
+) -> HostContexts:
+    state = str(status.state)
+    if status.state in NO_PROCESS:
+        return HostContexts(status.model, status.host, state, None, f"{status.host} is {state}: it holds nothing")
+    answer = await ask(status.host)
+    if isinstance(answer, OrchestratorError):
+        return HostContexts(status.model, status.host, state, None, answer.message)
+    return HostContexts(status.model, status.host, state, answer, None)
+
+
+async def forget_kv(
+    pool: PoolPicture | None, session: str, ask: Callable[[str, str], Awaitable[int | OrchestratorError]]
+) -> dict[str, Any]:
+    """Have every live host drop a deleted session's KV. Hosts that do not answer evict it in their own time."""
+    if pool is None:
+        return {"kv_blocks_dropped": 0, "hosts_not_reached": ["the controller does not answer"]}
+    hosts = [entry.status.host for entry in pool.models if entry.status.state not in NO_PROCESS]
+    answers = await asyncio.gather(*(ask(host, session) for host in hosts))
+    return {
+        "kv_blocks_dropped": sum(answer for answer in answers if isinstance(answer, int)),
+        "hosts_not_reached": [answer.message for answer in answers if isinstance(answer, OrchestratorError)],
+    }
 
 
 def one_model(listed: dict[str, Any], name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from orchestrator.cli.common import JsonOption, KeyOption, UrlOption, admin, out
 from orchestrator.contexts import HostContexts, parse
 
 WATCH_SECONDS = 1.0
-TABLE_WIDTH = 150  # characters; a narrower terminal wraps lines, which is better than words cut off
+TABLE_WIDTH = 190  # characters; a narrower terminal wraps lines, which is better than words cut off
 COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "bright_red", "bright_green", "bright_yellow",
            "bright_blue", "bright_magenta", "bright_cyan")  # fmt: skip
 COLUMNS = ("ID", "REQUEST", "SESSION", "TENANT", "STATE", "TOKENS", "CACHED", "RECOMPUTED", "BLOCKS", "MIB", "IN-STATE",
@@ -116,7 +116,7 @@ def _summary(snapshot: EngineSnapshot) -> str:
 def _table(found: Sequence[ContextSnapshot], letters: dict[int, str]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
-        table.add_column(name, no_wrap=name not in ("REQUEST", "SESSION", "WAITS-FOR"), overflow="fold")
+        table.add_column(name, no_wrap=name not in ("SESSION", "WAITS-FOR"), overflow="fold")
     for context in found:
         letter = letters.get(context.context_id, "")
         table.add_row(

@@ -1,4 +1,4 @@
-"""Engine entries of the scenario bank: the bounds of the pool, its books, and generations taken up elsewhere."""
+"""Engine entries of the scenario bank: the pool's bounds and books, generations taken up elsewhere, and waking."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from engine.loop import EngineLoop
-from engine.protocol import EngineLimits, Output
+from engine.protocol import EngineLimits, Output, WakeReport
+from engine.scheduler import Scheduler
 from engine.torch_engine import TorchEngine
-from policies.errors import EngineError, RequestTooLarge
+from policies.errors import EngineError, HostUnavailable, RequestTooLarge
 from tests.engine_helpers import drain, fake_engine, request, run, save_tiny, torch_engine
 
 BLOCK = 4
 PROMPT = [5, 9, 200, 31, 77, 12, 45]
 
 BREAKS = {
+    "test_R41": ("engine/core.py", "self._scheduler.pool.clear_cache()", "pass"),
+    "test_R43": ("engine/core.py", "        if self._awake:\n            return WakeReport(0.0, 0.0)\n", ""),
     "test_E20": ("engine/scheduler.py", "other.bypassed += other.request.arrival < context.request.arrival", "pass"),
     "test_E17": ("engine/scheduler.py", "return len(self.pool) * self.limits.block_size", "return 10**9"),
     "test_E35": ("engine/loop.py", "self._engine.check()", "pass"),
@@ -109,7 +112,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
     config = AutoConfig.for_model("llama", **sizes, **heads, bos_token_id=0, eos_token_id=1)
     path: Path = save_tiny(config, tmp_path_factory.mktemp("tiny"))
     before = torch.get_num_threads()
-    yield torch_engine(path, EngineLimits(max_model_len=128, block_size=BLOCK, step_tokens=64, max_running=8))
+    yield torch_engine(path, EngineLimits(128, BLOCK, step_tokens=64, max_running=8, kv_host_bytes=2**20))
     torch.set_num_threads(before)
 
 
@@ -126,3 +129,31 @@ def test_E44_taken_up_around_a_block_s_edge_and_with_nothing_said_yet(
     assert delivered + rest.tokens == whole.tokens
     assert rest.last.usage is not None and whole.last.usage is not None
     assert rest.last.usage.completion_tokens == whole.last.usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize("host_blocks", [0, 64])
+def test_R41_after_sleep_and_wake_the_same_prompt_gets_the_same_answer_and_no_kv_that_is_gone(
+    tiny: TorchEngine, host_blocks: int
+) -> None:
+    tiny._scheduler = Scheduler(tiny.limits, 32, host_blocks)
+    prompt = [*PROMPT, *range(30, 50)]
+    before = run(tiny, request("before", prompt, 16, ignore_eos=True))["before"]
+    tiny.sleep()
+    tiny.wake()
+    tiny._kv._flat.fill_(float("nan"))  # what waking allocates is anybody's
+    after = run(tiny, request("after", prompt, 16, ignore_eos=True))["after"]
+    assert after.tokens == before.tokens
+    assert after.last.usage is not None
+    assert after.last.usage.cached_tokens == (24 if host_blocks else 0)
+
+
+def test_R43_waking_twice_is_waking_once_and_asleep_nothing_is_taken(tiny: TorchEngine) -> None:
+    tiny.sleep()
+    tiny.sleep()
+    with pytest.raises(HostUnavailable, match="asleep"):
+        tiny.add(request("early", PROMPT, 4))
+    assert tiny.wake().copy_seconds > 0
+    woken = tiny.stats()
+    assert tiny.wake() == WakeReport(0.0, 0.0)
+    assert tiny.stats() == woken
+    assert run(tiny, request("now", PROMPT, 4, ignore_eos=True))["now"].last.finish_reason == "length"
