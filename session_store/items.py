@@ -21,7 +21,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _FIELDS = frozenset(
     {
         "v", "item_id", "turn_id", "role", "content", "created",
-        "model", "tool_calls", "tool_call_id", "pinned",
+        "model", "name", "tool_calls", "tool_call_id", "pinned",
     }
 )  # fmt: skip
 
@@ -39,6 +39,7 @@ class Item:
     tool_calls: tuple[dict[str, Any], ...] = ()
     tool_call_id: str | None = None  # which call a tool item answers
     pinned: bool = False
+    name: str | None = None  # of the speaker or the tool, for templates that show it
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,6 +61,7 @@ class Item:
         }
         optional = {
             "model": self.model,
+            "name": self.name,
             "tool_calls": self.tool_calls or None,
             "tool_call_id": self.tool_call_id,
             "pinned": self.pinned or None,
@@ -90,6 +92,7 @@ class Item:
             tool_calls=tuple(record.get("tool_calls", ())),
             tool_call_id=record.get("tool_call_id"),
             pinned=record.get("pinned", False),
+            name=record.get("name"),
             extra={name: value for name, value in record.items() if name not in _FIELDS},
         )
 

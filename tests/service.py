@@ -101,7 +101,21 @@ class RunningService:
         return response.json()
 
     def model(self, name: str) -> dict[str, Any]:
-        return next(model for model in self.admin()["models"] if model["model"] == name)
+        return self.hosts(name)[0]
+
+    def hosts(self, model: str) -> list[dict[str, Any]]:
+        """Every host of a model."""
+        return [host for host in self.admin()["models"] if host["model"] == model]
+
+    def operate(self, model: str, verb: str) -> None:
+        """What ``orchestrator sleep`` and its like do."""
+        url = f"{self.url}/admin/models/{model}/{verb}"
+        httpx.post(url, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30).raise_for_status()
+
+    def transitions(self, model: str, since: float) -> list[tuple[str, str]]:
+        """The (old, new) states of a model since a time, seconds since the epoch."""
+        found = self.events(model)
+        return [(e["old"], e["new"]) for e in found if e["kind"] == "transition" and e["at"] >= since]
 
     @property
     def pid(self) -> int:
@@ -118,8 +132,32 @@ class RunningService:
         response = httpx.get(url, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30)
         return response.raise_for_status().json()["events"]
 
+    def engine_pids(self) -> set[int]:
+        """Processes of engine hosts, as the kernel sees them."""
+        mark = str(self._cluster.temp_dir)
+        raylets = [p for p in psutil.process_iter(["cmdline"]) if _is_raylet(p, mark)]
+        workers = [worker for raylet in raylets for worker in raylet.children(recursive=True)]
+        return {worker.pid for worker in workers if _title(worker).startswith("ray::EngineHost")}
+
+    def gateways(self) -> dict[str, int]:
+        """The gateways that answer now: name → pid. One of two is missed once in half a million."""
+        found = (httpx.get(f"{self.url}/health", timeout=30).json() for _ in range(20))
+        return {health["gateway"]: health["pid"] for health in found}
+
     def gateway_pid(self) -> int:
         return httpx.get(f"{self.url}/health", timeout=30).json()["pid"]
+
+
+def _is_raylet(process: psutil.Process, mark: str) -> bool:
+    words = process.info["cmdline"] or []
+    return bool(words) and words[0].endswith("/raylet") and any(mark in word for word in words)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # gone, or a zombie
+        return ""
 
 
 def wait_until(true: Any, seconds: float, what: str) -> None:

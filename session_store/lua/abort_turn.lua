@@ -16,6 +16,6 @@ if ARGV[4] ~= '' then
   redis.call('LTRIM', KEYS[7], -tonumber(ARGV[5]), -1)
 end
 for i, key in ipairs(KEYS) do
-  if i ~= 2 then redis.call('PEXPIRE', key, ARGV[3]) end
+  if i ~= 2 then redis.pcall('PEXPIRE', key, ARGV[3]) end -- pcall: what is done is done, expiry or not
 end
 return {'ok'}

@@ -36,6 +36,10 @@ if held[1] and held[1] ~= turn then
   return {'busy', redis.call('PTTL', lease)}
 end
 
+-- Changes nothing, unless the lease is ours already. Where we may not set expiries this is refused now, and not after
+-- the writes: a lease without a TTL would be held for ever.
+redis.call('PEXPIRE', lease, lease_ms)
+
 -- Tokens start at the clock in µs, not at 1, and no begin takes less than a µs: a session deleted and made again
 -- hands out no token twice. (In ms it did: three turns fit into three ms.)
 if redis.call('EXISTS', meta) == 0 then

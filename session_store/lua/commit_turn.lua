@@ -29,5 +29,6 @@ if idem_key ~= '' then redis.call('HSET', idem, 't:' .. idem_key, turn, 'f:' .. 
 local clock = redis.call('TIME')
 redis.call('HSET', meta, 'updated_ms', string.format('%.0f', clock[1] * 1000 + math.floor(clock[2] / 1000)))
 redis.call('DEL', lease)
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, session_ms) end
+-- pcall: the turn is written. Were its expiry refused, an error now would deny a turn that the next prompt holds.
+for _, key in ipairs(KEYS) do redis.pcall('PEXPIRE', key, session_ms) end
 return {'ok', tostring(version)}

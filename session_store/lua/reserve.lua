@@ -35,7 +35,7 @@ if max_tokens >= 0 and sum + tokens > max_tokens then return {'tokens', sum, max
 
 redis.call('ZADD', places, now_ms + ttl_ms, turn)
 redis.call('HSET', reserved, turn, tokens)
-for i = 1, 2 do
-  redis.call('PEXPIRE', KEYS[i], math.max(ttl_ms, redis.call('PTTL', KEYS[i])))
+for i = 1, 2 do -- pcall: a place lapses by its score, the key's expiry only sweeps up behind a tenant that left
+  redis.pcall('PEXPIRE', KEYS[i], math.max(ttl_ms, redis.call('PTTL', KEYS[i])))
 end
 return {'ok', in_use + 1, sum + tokens}

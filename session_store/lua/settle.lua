@@ -19,7 +19,7 @@ local now_ms = math.floor(now_us / 1000)
 redis.call('ZREMRANGEBYSCORE', settled, '-inf', now_ms)
 if redis.call('ZSCORE', settled, turn) then return {'again'} end
 redis.call('ZADD', settled, now_ms + ARGV[6], turn)
-redis.call('PEXPIRE', settled, ARGV[6])
+redis.pcall('PEXPIRE', settled, ARGV[6]) -- pcall, here and below: a refused expiry must not lose the booking
 redis.call('HINCRBY', usage, 'tokens', ARGV[2])
 redis.call('HINCRBY', usage, 'turns', 1)
 
@@ -30,6 +30,6 @@ if session ~= '' then
   else
     redis.call('ZADD', sessions, 'XX', now_us, session)
   end
-  redis.call('PEXPIRE', sessions, session_ms)
+  redis.pcall('PEXPIRE', sessions, session_ms)
 end
 return {'ok'}

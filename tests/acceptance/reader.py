@@ -31,7 +31,12 @@ class Reader:
 
     def items(self, tenant: str, session_id: str) -> list[dict[str, Any]]:
         """The session's items, oldest first."""
-        return [json.loads(line) for line in self._lines("LRANGE", f"co:{{{tenant}/{session_id}}}:items", "0", "-1")]
+        lines = self._lines("LRANGE", f"co:{{{tenant}/{session_id}}}:items", "0", "-1")
+        return [json.loads(line) for line in lines if line]
+
+    def owner(self, tenant: str, session_id: str) -> str:
+        """The gateway whose turn this session runs now; "" when none does."""
+        return self._lines("HGET", f"co:{{{tenant}/{session_id}}}:lease", "owner")[0]
 
     def version(self, tenant: str, session_id: str) -> int:
         """How many turns were committed."""
@@ -51,7 +56,7 @@ class Reader:
             return ended.stdout.strip("\n").split("\n")
         with redis.Redis(port=self._port, password=self._password, decode_responses=True) as client:
             answer = client.execute_command(*command)
-        values = answer if isinstance(answer, list) else [answer]
+        values = answer if isinstance(answer, list) else [answer or ""]
         return [line for value in values for line in value.split("\n")]
 
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
 
+from tests.scenarios.calls import (
+    ACME,
+    GLOBEX,
+    ask,
+    ask_all,
+    events,
+    idle,
+    listen,
+    said,
+    session,
+    stream,
+    text_of,
+    usage,
+)
 from tests.service import RunningService, wait_until
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(180)]
-
-ACME = {"Authorization": "Bearer sk-demo-acme"}
-GLOBEX = {"Authorization": "Bearer sk-demo-globex"}
 
 BREAKS = {
     "test_S59_E59": (
@@ -33,6 +40,7 @@ BREAKS = {
         "limit = min(self.limits.max_model_len, self.capacity_tokens)",
         "limit = 10**9",
     ),
+    "test_S19": ("session_store/items.py", 'tool_calls=tuple(record.get("tool_calls", ())),', "tool_calls=(),"),
     "test_S20": ("session_store/lua/begin_turn.lua", "if held[1] and held[1] ~= turn then", "if false then"),
     "test_S22": ("orchestrator/turn.py", "idempotency_key=ask.idempotency_key", "idempotency_key=None"),
     "test_S23_S62_E28": ("orchestrator/links.py", "if not stream.ended and self.lost is None:", "if False:"),
@@ -44,39 +52,6 @@ BREAKS = {
     ),
     "test_S61": ("orchestrator/api/chat.py", "orjson.dumps(error.envelope())", 'b"[DONE]"'),
 }
-
-
-def ask(service: RunningService, model: str, text: str = "hello", headers: Any = None, **fields: Any) -> httpx.Response:
-    body = {"model": model, "messages": [{"role": "user", "content": text}], **fields}
-    return httpx.post(f"{service.url}/v1/chat/completions", json=body, headers={**ACME, **(headers or {})}, timeout=60)
-
-
-def events(response: httpx.Response) -> Iterator[dict[str, Any] | str]:
-    for line in response.iter_lines():
-        if line.startswith("data: "):
-            data = line.removeprefix("data: ")
-            yield data if data == "[DONE]" else json.loads(data)
-
-
-def stream(service: RunningService, model: str, text: str = "hello", headers: Any = None, **fields: Any) -> Any:
-    body = {"model": model, "messages": [{"role": "user", "content": text}], "stream": True, **fields}
-    return httpx.stream(
-        "POST", f"{service.url}/v1/chat/completions", json=body, headers={**ACME, **(headers or {})}, timeout=60
-    )
-
-
-def text_of(found: list[Any]) -> str:
-    deltas = [e["choices"][0]["delta"] for e in found if isinstance(e, dict) and e.get("choices")]
-    return "".join(delta.get("content", "") for delta in deltas)
-
-
-def session() -> dict[str, str]:
-    return {"X-Session-ID": f"s-{uuid.uuid4().hex}"}
-
-
-def idle(service: RunningService, model: str) -> bool:
-    stats = service.model(model)["stats"]
-    return stats["running"] == stats["waiting"] == stats["kv_blocks_used"] == 0
 
 
 # -- wire errors --------------------------------------------------------------------------
@@ -179,6 +154,34 @@ def test_streamed_and_whole_answers_agree_and_usage_is_right(fake_service: Runni
     assert found[-1] == "[DONE]"
     assert found[-2]["usage"] == whole["usage"] | {"prompt_tokens_details": found[-2]["usage"]["prompt_tokens_details"]}
     assert found[-3]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
+
+
+def test_S19_a_stored_function_call_and_its_output_are_both_in_the_next_prompt(fake_service: RunningService) -> None:
+    def after(function: str, output: str) -> int:
+        """Prompt tokens of the turn after a call, its output and the answer, without those of the answer."""
+        headers = session()
+        call = {"id": "c1", "type": "function", "function": {"name": function, "arguments": '{"city": "Oslo"}'}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "how is the weather?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": output, "tool_call_id": "c1"},
+        ]
+        answer = said(ask_all(fake_service, "quick", messages, headers))
+        continued, _ = usage(ask(fake_service, "quick", "and now?", headers))
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and now?"}]
+        assert continued == usage(ask_all(fake_service, "quick", messages))[0]
+        return continued - len(answer)
+
+    tokens = after("look_up", "rain")  # a token of the fake is a byte
+    assert after("look_up_the_weather", "rain") == tokens + len("_the_weather")
+    assert after("look_up", "rain and wind") == tokens + len(" and wind")
+
+
+def test_the_name_of_a_message_stays_with_it_in_a_session(fake_service: RunningService) -> None:
+    headers, named = session(), {"role": "user", "content": "hello", "name": "ada"}
+    answer = said(ask_all(fake_service, "tall", [named], headers))
+    tokens, _ = usage(ask(fake_service, "tall", "and?", headers))
+    assert tokens == len(f"<user ada>hello</><assistant >{answer}</><user >and?</><assistant >")
 
 
 def test_S20_two_turns_on_one_session_never_interleave(fake_service: RunningService) -> None:
@@ -312,16 +315,7 @@ def test_R10_R01_a_stream_completes_before_its_model_gives_way_and_everybody_is_
 ) -> None:
     with ThreadPoolExecutor(4) as pool:
         begun = threading.Event()
-
-        def long() -> list[Any]:
-            with stream(fake_service, "left", "long", max_tokens=200) as response:
-                found = []
-                for event in events(response):
-                    found.append(event)
-                    begun.set()
-                return found
-
-        running = pool.submit(long)
+        running = pool.submit(listen, fake_service, begun, "left", "long", max_tokens=200)
         assert begun.wait(30)
         right = pool.submit(ask, fake_service, "right", "x")
         time.sleep(0.2)
@@ -341,91 +335,3 @@ def test_a_broken_model_fails_with_its_cause_and_the_others_serve(fake_service: 
     shown = fake_service.model("broken")
     assert shown["state"] == "failed" and "/nonexistent/model" in shown["cause"]
     assert ask(fake_service, "quick").status_code == 200
-
-
-# -- sampling -----------------------------------------------------------------------------------
-
-BREAKS |= {
-    "test_logprobs_are_openais": ("orchestrator/turn.py", "if output.text or output.logprobs:", "if False:"),
-    "test_n_answers": ("orchestrator/choices.py", "queue.put_nowait((index, output))", "queue.put_nowait((0, output))"),
-    "test_a_token_outside": ("engine/core.py", "for token, _ in sampling.logit_bias:", "for token, _ in ():"),
-    "test_min_tokens_beyond": ("engine/core.py", "if sampling.min_tokens > sampling.max_tokens:", "if False:"),
-}
-
-
-def openai(service: RunningService) -> OpenAI:
-    return OpenAI(base_url=f"{service.url}/v1", api_key="sk-demo-acme", max_retries=0)
-
-
-HELLO: Any = [{"role": "user", "content": "hello, how are you today, and what is new in the grove?"}]
-
-
-def test_logprobs_are_openais_streamed_and_whole(fake_service: RunningService) -> None:
-    create = openai(fake_service).chat.completions.create
-    asked: dict[str, Any] = {"model": "quick", "messages": HELLO, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
-    (whole,) = create(**asked).choices
-    assert whole.logprobs is not None and whole.logprobs.content is not None
-    content = whole.logprobs.content
-    assert "".join(token.token for token in content) == whole.message.content
-    assert bytes(byte for token in content for byte in token.bytes or []).decode() == whole.message.content
-    assert all(token.logprob == token.top_logprobs[0].logprob == math.log(0.5) for token in content)
-    assert [len(token.top_logprobs) for token in content] == [2] * 12
-    streamed = []
-    for chunk in create(**asked, stream=True):
-        if chunk.choices and chunk.choices[0].logprobs is not None:
-            streamed += chunk.choices[0].logprobs.content or []
-    assert [token.model_dump() for token in streamed] == [token.model_dump() for token in content]
-    plain = create(**asked | {"logprobs": False, "top_logprobs": None})
-    assert plain.choices[0].logprobs is None
-
-
-def test_n_answers_come_with_their_index_streamed_and_whole(fake_service: RunningService) -> None:
-    create = openai(fake_service).chat.completions.create
-    asked: dict[str, Any] = {"model": "quick", "messages": HELLO, "max_tokens": 12, "n": 3}
-    whole = create(**asked)
-    assert [choice.index for choice in whole.choices] == [0, 1, 2]
-    assert {choice.finish_reason for choice in whole.choices} == {"length"}
-    assert whole.usage is not None and whole.usage.completion_tokens == 36
-    texts, ends = ["", "", ""], []
-    for chunk in create(**asked, stream=True, stream_options={"include_usage": True}):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-            ends += [choice.index] * (choice.finish_reason is not None)
-    assert chunk.usage is not None and chunk.usage.completion_tokens == 36
-    assert chunk.usage.prompt_tokens == whole.usage.prompt_tokens
-    assert texts == [choice.message.content for choice in whole.choices] and len(texts[0]) == 12
-    assert ends == [0, 1, 2]
-    wait_until(lambda: idle(fake_service, "quick"), 5, "all of them are over")
-
-
-def test_n_answers_take_one_place_and_the_client_may_go(fake_service: RunningService) -> None:
-    limited = {"Authorization": "Bearer sk-demo-limited"}
-    assert ask(fake_service, "quick", "x", limited, n=4, max_tokens=4).status_code == 200
-    with stream(fake_service, "slow", "long", limited, n=3) as response:
-        found = events(response)
-        while next(found)["choices"][0]["index"] != 2:  # type: ignore[index]
-            pass
-    wait_until(lambda: idle(fake_service, "slow"), 5, "every generation aborted, blocks free")
-    wait_until(lambda: ask(fake_service, "quick", "x", limited).status_code == 200, 5, "the place is free")
-
-
-def test_a_token_outside_the_vocabulary_is_named(fake_service: RunningService) -> None:
-    for streamed in (False, True):
-        response = ask(fake_service, "quick", logit_bias={"5": 1, "100000": -100}, stream=streamed)
-        error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, "logit_bias") and "100000" in error["message"]
-    assert ask(fake_service, "quick", logit_bias={"5": 1}, max_tokens=2).status_code == 200
-
-
-def test_min_tokens_beyond_the_models_own_limit_is_refused_by_the_engine(fake_service: RunningService) -> None:
-    response = ask(fake_service, "small", "x", min_tokens=40)  # its default_max_tokens is 32
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "min_tokens")
-    reached = ask(fake_service, "small", "x", min_tokens=30).json()["usage"]["completion_tokens"]
-    assert reached >= 30
-
-
-def test_log_probabilities_cannot_be_replayed_and_say_so(fake_service: RunningService) -> None:
-    headers = session() | {"Idempotency-Key": uuid.uuid4().hex}
-    response = ask(fake_service, "quick", "x", headers, logprobs=True)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
-    assert ask(fake_service, "quick", "x", headers).status_code == 200

@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable, Iterator
 
 import pytest
 import redis
 
-from policies.errors import SessionBusy, SessionNotFound
+from policies.errors import SessionBusy, SessionNotFound, StoreUnavailable
 from policies.truncation import fit
+from session_store.embedded import EmbeddedRedis
 from session_store.items import Item
 from session_store.keys import session_keys, tenant_keys
 from session_store.records import Begun, Replay
-from session_store.store import SessionStore
+from session_store.store import INCOMPLETE_KEPT, SessionStore
 from tests.conftest_redis import LIMITS, begin, contents, raw, redis_server, said, store, take_turn
 
 __all__ = ["raw", "redis_server", "store"]  # fixtures
@@ -27,6 +30,19 @@ BREAKS = {
         "dict.fromkeys(item.call_ids, index)",
         "dict.fromkeys(item.call_ids[:1], index)",
     ),
+    "test_S17_every": (
+        "session_store/lua/commit_turn.lua",
+        "for _, key in ipairs(KEYS) do redis.pcall('PEXPIRE', key, session_ms) end",
+        "",
+    ),
+    "test_S17_what": ("session_store/lua/settle.lua", "redis.pcall('PEXPIRE', sessions, session_ms)", ""),
+    "test_S17_attempts": (
+        "session_store/lua/abort_turn.lua",
+        "redis.call('LTRIM', KEYS[7]",
+        "redis.call('LLEN', KEYS[7]) --",
+    ),
+    "test_S28_a_turn": ("session_store/lua/commit_turn.lua", "redis.pcall('PEXPIRE'", "redis.call('PEXPIRE'"),
+    "test_S28_a_lease": ("session_store/lua/begin_turn.lua", "redis.call('PEXPIRE', lease, lease_ms)", ""),
     "test_S20": ("session_store/lua/begin_turn.lua", "if held[1] and held[1] ~= turn then", "if false then"),
     "test_S22": ("session_store/lua/commit_turn.lua", "if idem_key ~= '' then redis.call", "if false then redis.call"),
     "test_S23": ("session_store/lua/abort_turn.lua", "redis.call('RPUSH', KEYS[7], ARGV[4])", ""),
@@ -69,6 +85,121 @@ async def test_S02_parallel_calls_are_atomic(store: SessionStore) -> None:
     begun = await stored_tool_history(store)
     assert kept_at(begun, 6) == {"t2.0", "t2.1", "t3.c1", "t3.c2", "t3.a", "t4.0"}
     assert kept_at(begun, 3) == kept_at(begun, 5) == {"t4.0"}  # never one of the two results
+
+
+def ttls_ms(raw: redis.Redis) -> dict[str, int]:
+    return {key.decode(): raw.pttl(key) for key in raw.scan_iter()}
+
+
+async def keyed_turn(store: SessionStore, session_id: str, key: str, turn_id: str) -> Begun | Replay:
+    """A committed turn under an idempotency key; the replay if it had finished already."""
+    asked = {**LIMITS, "idempotency_key": key, "request_fingerprint": "abc"}
+    begun = await store.begin_turn("acme", session_id, turn_id, **asked)  # type: ignore[arg-type]
+    if isinstance(begun, Begun):
+        items = said(turn_id, ("system", "be brief"), ("user", "q"), ("assistant", "a"))
+        await store.commit_turn(begun, items, {}, {"finish_reason": "stop"}, 10)
+    return begun
+
+
+async def test_S17_every_key_that_a_turn_writes_lapses_unless_the_session_is_used(
+    redis_server: EmbeddedRedis, raw: redis.Redis
+) -> None:
+    store = SessionStore(redis_server.url, session_ttl_seconds=600)
+    for_ever = ["co:{acme}:usage"]  # two counters per tenant
+    await keyed_turn(store, "s", "k1", "t1")
+    assert [key for key, ttl in ttls_ms(raw).items() if ttl < 0] == for_ever
+    failed = await begin(store, "acme", "s", "t2")
+    await store.abort_turn(failed, "client gone")
+    found = ttls_ms(raw)
+    assert [key for key, ttl in found.items() if ttl < 0] == for_ever
+    parts = {key.rpartition(":")[2] for key in found if "/s}" in key}
+    assert parts == {"meta", "items", "heads", "turns", "idem", "incomplete"}
+    assert all(595_000 < ttl <= 600_000 for key, ttl in found.items() if "/s}" in key)
+    for key in found:  # nine minutes pass
+        if "/s}" in key:
+            raw.pexpire(key, 60_000)
+    await take_turn(store, "acme", "s", "t3")
+    assert min(ttl for key, ttl in ttls_ms(raw).items() if "/s}" in key) > 595_000, "used, so it slides"
+    await store.close()
+
+
+async def test_S17_what_nobody_uses_is_gone_and_its_reply_is_not_replayed(
+    redis_server: EmbeddedRedis, raw: redis.Redis
+) -> None:
+    store = SessionStore(redis_server.url, session_ttl_seconds=1.0, lease_ttl_seconds=0.5)
+    for n in range(50):
+        await keyed_turn(store, f"s{n}", "k", f"t{n}")
+    assert isinstance(await keyed_turn(store, "s49", "k", "again"), Replay)
+    kept = {b"co:{acme}:usage", b"co:{acme}:settled"}  # two counters; the turns settled in the last hour
+    deadline = asyncio.get_running_loop().time() + 5
+    while set(raw.keys()) != kept:
+        assert asyncio.get_running_loop().time() < deadline, "still there after five times their TTL"
+        await asyncio.sleep(0.02)
+    assert 0 < raw.pttl("co:{acme}:settled") <= 3_600_000
+    assert (await store.list_sessions("acme")).sessions == ()
+    with pytest.raises(SessionNotFound):
+        await store.session_info("acme", "s0")
+    anew = await keyed_turn(store, "s0", "k", "t-anew")
+    assert isinstance(anew, Begun) and anew.items == () and anew.version == 0
+    assert raw.zcard(tenant_keys("acme").sessions) == 1
+    await store.close()
+
+
+async def test_S17_attempts_that_failed_are_kept_in_bounded_number(store: SessionStore, raw: redis.Redis) -> None:
+    await take_turn(store, "acme", "s", "t")
+    for n in range(INCOMPLETE_KEPT + 8):
+        await store.abort_turn(await begin(store, "acme", "s", f"gone{n}"), "client gone")
+    kept = await store.read_incomplete("acme", "s")
+    assert raw.llen(session_keys("acme", "s").incomplete) == len(kept) == INCOMPLETE_KEPT
+    assert kept[-1]["turn_id"] == f"gone{INCOMPLETE_KEPT + 7}"
+
+
+@pytest.fixture
+def may_expire(raw: redis.Redis) -> Iterator[Callable[[bool], None]]:
+    """Whether the store's user may run EXPIRE and PEXPIRE."""
+
+    def allow(allowed: bool) -> None:
+        sign = "+" if allowed else "-"
+        raw.execute_command("ACL", "SETUSER", "default", f"{sign}expire", f"{sign}pexpire")
+
+    yield allow
+    allow(True)
+
+
+async def test_S28_a_turn_whose_expiry_cannot_be_set_is_kept_whole(
+    store: SessionStore, raw: redis.Redis, may_expire: Callable[[bool], None]
+) -> None:
+    asked = {**LIMITS, "idempotency_key": "k", "request_fingerprint": "abc"}
+    await take_turn(store, "acme", "s", "t1")
+    begun = await begin(store, "acme", "s", "t2", **asked)
+    may_expire(False)
+    items = said("t2", ("user", "q"), ("assistant", "a"))
+    assert await store.commit_turn(begun, items, {}, {"id": "r"}, 7) == 2
+    assert await store.commit_turn(begun, items, {}, {"id": "r"}, 7) == 2  # a retry after a lost answer
+    assert [json.loads(item)["content"] for item in raw.lrange(session_keys("acme", "s").items, 2, -1)] == ["q", "a"]
+    assert not raw.exists(session_keys("acme", "s").lease)
+    usage = await store.tenant_usage("acme")
+    assert (usage.used_tokens, usage.turns, usage.running) == (17, 2, 0)
+    may_expire(True)
+    replay = await store.begin_turn("acme", "s", "retry", **asked)  # type: ignore[arg-type]
+    assert isinstance(replay, Replay) and replay.turn_id == "t2"
+    assert all(ttl > 0 for key, ttl in ttls_ms(raw).items() if "/s}" in key)
+
+
+async def test_S28_a_lease_whose_expiry_cannot_be_set_is_refused_and_not_left_behind(
+    store: SessionStore, raw: redis.Redis, may_expire: Callable[[bool], None]
+) -> None:
+    await take_turn(store, "acme", "s", "t1")
+    may_expire(False)
+    for session_id in ("s", "new"):
+        with pytest.raises(StoreUnavailable, match="pexpire"):
+            await begin(store, "acme", session_id, "t2")
+        assert not raw.exists(session_keys("acme", session_id).lease), "held for ever: it would have no TTL"
+    assert not raw.keys("co:{acme/new}:*")
+    assert raw.zcard(tenant_keys("acme").places) == raw.hlen(tenant_keys("acme").reserved) == 0
+    may_expire(True)
+    begun = await begin(store, "acme", "s", "t3")
+    assert contents(begun.items) == ["question t1", "answer t1"]
 
 
 async def test_S20_of_two_concurrent_turns_one_runs_and_the_other_waits_or_gets_busy(store: SessionStore) -> None:
