@@ -29,12 +29,16 @@ lint: install
 
 accept: install
 	$(BIN)/python -m tests.acceptance.main_job
+	$(BIN)/python -m tests.acceptance.two_gateways
+	$(BIN)/python -m tests.acceptance.checkpoint
+	$(BIN)/python -m tests.acceptance.context_storm
 
 mutate: install
 	$(BIN)/python -m tests.mutate
 
 bench: install
 	$(BIN)/orchestrator bench swap
+	$(BIN)/orchestrator bench engine
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache .import_linter_cache

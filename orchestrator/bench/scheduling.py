@@ -1,4 +1,4 @@
-"""Owns ``bench engine``'s sections on scheduling: what a step costs beside the model, what a long prompt does to others.
+"""Owns ``bench engine``'s sections on scheduling: what a step costs beside the model, what a long prompt does to all.
 
 Engines run in a process of their own.
 """

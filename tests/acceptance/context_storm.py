@@ -18,8 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from rich.table import Table
 from engine.protocol import EngineLimits, GenerationRequest, SamplingParams
 from engine.scheduler import Scheduler
 from engine.tiers import Move
-from policies.errors import EngineError, OrchestratorError, QueueFull
+from policies.errors import EngineError, QueueFull
 from tests.acceptance.checkpoint import _tiny
 
 BLOCK = 8
