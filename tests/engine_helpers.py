@@ -187,6 +187,15 @@ def save_tiny(config: Any, path: Path, dtype: str = "float32", seed: int = 0) ->
     return path
 
 
+def tiny_llama(path: Path, window: int = 256) -> Path:
+    """The usual small model: two layers, grouped heads, random weights."""
+    from transformers import AutoConfig
+
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": window}
+    return save_tiny(AutoConfig.for_model("llama", **sizes, **heads, bos_token_id=0, eos_token_id=1), path)
+
+
 def torch_engine(path: Path, limits: EngineLimits, kv_blocks: int | None = None) -> TorchEngine:
     """A loaded, warm engine; with ``kv_blocks`` its pool is cut to that many blocks after loading."""
     import torch

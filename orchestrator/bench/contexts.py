@@ -6,17 +6,14 @@ One engine, in a process of its own.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from engine.memory import HUGE_PAGES
 from orchestrator.bench.report import Section, section
-from policies.errors import OrchestratorError
+from orchestrator.bench.workers import measured
 
 HISTORY_TOKENS = 1_500
 KEPT_TOKENS = 1_000
@@ -28,11 +25,7 @@ HOST_BYTES = 256 * 2**20
 
 def run(path: Path) -> list[Section]:
     """All sections for the model in ``path``."""
-    command = [sys.executable, "-m", "orchestrator.bench.contexts", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **HUGE_PAGES})
-    if ended.returncode:
-        raise OrchestratorError(f"bench worker contexts failed: {ended.stderr.strip().splitlines()[-1]}")
-    seen: dict[str, list[float]] = json.loads(ended.stdout.splitlines()[-1])
+    seen: dict[str, list[float]] = measured("orchestrator.bench.contexts", str(path))
 
     def pairs(ours: str, baseline: str) -> list[tuple[float, float]]:
         return list(zip(seen[ours], seen[baseline], strict=True))

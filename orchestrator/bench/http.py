@@ -38,12 +38,12 @@ def run(path: Path, say: Say, *, pairs: int) -> list[Section]:
     with tempfile.TemporaryDirectory(prefix="orchestrator-bench-") as directory:
         config = Path(directory) / "bench.yaml"
         config.write_text(yaml.safe_dump(_config(path)))
-        bare = Worker("ours", path)
-        try:
-            with own_service(config, say) as url:
+        with own_service(config, say) as url:
+            bare = Worker("ours", path)  # after the service: both choose their threads on a quiet machine
+            try:
                 return asyncio.run(_sections(url, bare, say, pairs))
-        finally:
-            bare.close()
+            finally:
+                bare.close()
 
 
 def _config(path: Path) -> dict[str, object]:
@@ -164,7 +164,7 @@ def _largest_items(pid: int) -> str:
     """The three largest items of a flame graph: where the gateway's samples end."""
     with tempfile.NamedTemporaryFile(suffix=".folded") as folded:
         tool = str(Path(sys.executable).parent / "py-spy")  # comes with Ray
-        command = [tool, "record", "--pid", str(pid), "--duration", str(PROFILE_SECONDS), "--format", "raw"]
+        command = [tool, "record", "--pid", str(pid), "--duration", str(PROFILE_SECONDS), "--format", "raw", "--gil"]
         try:
             subprocess.run([*command, "--output", folded.name], capture_output=True, check=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:

@@ -6,17 +6,14 @@ Engines run in a process of their own.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from engine.memory import HUGE_PAGES
 from orchestrator.bench.report import Section, section
-from policies.errors import OrchestratorError
+from orchestrator.bench.workers import measured
 
 FEW, MANY = 256, 1_024
 STEPS = 40
@@ -30,11 +27,7 @@ MEMORY_BYTES = 4 * 2**30
 def run(path: Path) -> list[Section]:
     """All sections for the model in ``path``."""
     steps = [(_step_seconds(MANY), _step_seconds(FEW)) for _ in range(SAMPLES)]
-    command = [sys.executable, "-m", "orchestrator.bench.scheduling", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **HUGE_PAGES})
-    if ended.returncode:
-        raise OrchestratorError(f"bench worker scheduling failed: {ended.stderr.strip().splitlines()[-1]}")
-    seen: dict[str, list[float]] = json.loads(ended.stdout.splitlines()[-1])
+    seen: dict[str, list[float]] = measured("orchestrator.bench.scheduling", str(path))
     return [
         section(
             "scheduler_step",

@@ -48,6 +48,20 @@ LOADS = {
 PROBE = Load((84,) * 8, 4)  # on which the number of threads is chosen
 
 
+def measured(module: str, *args: str, huge_pages: bool = True) -> Any:
+    """What ``python -m module`` prints in its last line, as JSON; for sections that take one process, once.
+
+    ``huge_pages``: with the environment that engine hosts have.
+    """
+    command = [sys.executable, "-m", module, *args]
+    environment = {**os.environ, **(HUGE_PAGES if huge_pages else {})}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if ended.returncode:
+        words = ended.stderr.strip().splitlines()[-1:]
+        raise OrchestratorError(f"bench worker {' '.join([module, *args])} failed: {' '.join(words)}")
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
 class Worker:
     """One side, in a process of its own that stays up until ``close``."""
 

@@ -29,6 +29,7 @@ from rich.table import Table
 
 from engine.protocol import EngineLimits, GenerationRequest, SamplingParams
 from policies.errors import CheckpointRefused
+from tests.engine_helpers import cached_model, tiny_llama
 
 NEW_TOKENS = 24
 CUTS = (1, 7, 16)
@@ -223,28 +224,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model instead of SmolLM2")
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory() as directory:
-        rows = run(_tiny(Path(directory)) if quick else _smollm2())
+        rows = run(tiny_llama(Path(directory)) if quick else cached_model("smollm2-135m-instruct"))
     table = Table("WHAT", "OUTCOME", "GOOD")
     for row in rows:
         table.add_row(row.what, row.outcome, "yes" if row.good else "[red]NO[/red]")
     Console(width=140).print(table)
     return 0 if all(row.good for row in rows) else 1
-
-
-def _smollm2() -> Path:
-    from tests.engine_helpers import cached_model
-
-    return cached_model("smollm2-135m-instruct")
-
-
-def _tiny(path: Path) -> Path:
-    from transformers import AutoConfig
-
-    from tests.engine_helpers import save_tiny
-
-    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    return save_tiny(AutoConfig.for_model("llama", **sizes, **heads, bos_token_id=0, eos_token_id=1), path)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from engine.protocol import EngineLimits, GenerationRequest, SamplingParams
 from engine.scheduler import Scheduler
 from engine.tiers import Move
 from policies.errors import EngineError, QueueFull
-from tests.acceptance.checkpoint import _tiny
+from tests.engine_helpers import tiny_llama
 
 BLOCK = 8
 POOL_BLOCKS = 24
@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        storm = Storm(_tiny(Path(name)), Path(name), given.seed)
+        storm = Storm(tiny_llama(Path(name)), Path(name), given.seed)
         begin = time.monotonic()
         storm.run(given.operations)
     table = Table("WHAT", "TIMES", title=f"seed {given.seed}, {time.monotonic() - begin:.0f} s")

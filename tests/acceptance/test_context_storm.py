@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.acceptance.checkpoint import _tiny
 from tests.acceptance.context_storm import Storm
+from tests.engine_helpers import tiny_llama
 
 
 def test_whatever_happens_to_a_generation_it_says_what_it_would_have_said(tmp_path: Path) -> None:
-    storm = Storm(_tiny(tmp_path), tmp_path, seed=5)
+    storm = Storm(tiny_llama(tmp_path), tmp_path, seed=5)
     storm.run(1_000)
     assert storm.violations == []
     assert storm.counts["finished, as undisturbed"] > 80

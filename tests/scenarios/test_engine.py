@@ -36,7 +36,7 @@ from tests.engine_helpers import (
     request,
     run,
     run_preempting,
-    save_tiny,
+    tiny_llama,
     torch_engine,
 )
 
@@ -264,12 +264,8 @@ def test_E55_characters_split_over_tokens_arrive_whole() -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
     import torch
-    from transformers import AutoConfig
 
-    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    config = AutoConfig.for_model("llama", **sizes, **heads, bos_token_id=0, eos_token_id=1)
-    path: Path = save_tiny(config, tmp_path_factory.mktemp("tiny"))
+    path: Path = tiny_llama(tmp_path_factory.mktemp("tiny"))
     before = torch.get_num_threads()
     yield torch_engine(path, EngineLimits(max_model_len=128, block_size=4, step_tokens=64, max_running=8))
     torch.set_num_threads(before)

@@ -13,7 +13,7 @@ from engine.protocol import EngineLimits, Output, WakeReport
 from engine.scheduler import Scheduler
 from engine.torch_engine import TorchEngine
 from policies.errors import EngineError, HostUnavailable, RequestTooLarge
-from tests.engine_helpers import drain, fake_engine, request, run, save_tiny, torch_engine
+from tests.engine_helpers import drain, fake_engine, request, run, tiny_llama, torch_engine
 
 BLOCK = 4
 PROMPT = [5, 9, 200, 31, 77, 12, 45]
@@ -105,12 +105,8 @@ def test_E35_an_engine_that_has_become_idle_checks_its_books() -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
     import torch
-    from transformers import AutoConfig
 
-    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    config = AutoConfig.for_model("llama", **sizes, **heads, bos_token_id=0, eos_token_id=1)
-    path: Path = save_tiny(config, tmp_path_factory.mktemp("tiny"))
+    path: Path = tiny_llama(tmp_path_factory.mktemp("tiny"))
     before = torch.get_num_threads()
     yield torch_engine(path, EngineLimits(128, BLOCK, step_tokens=64, max_running=8, kv_host_bytes=2**20))
     torch.set_num_threads(before)

@@ -17,7 +17,7 @@ from engine.protocol import EngineLimits
 from engine.torch_engine import TorchEngine
 from policies.errors import BadRequest, CheckpointRefused, NotFound, RequestTooLarge
 from tests.acceptance.checkpoint import DAMAGE, TENANT
-from tests.engine_helpers import fake_engine, request, run, save_tiny, torch_engine
+from tests.engine_helpers import fake_engine, request, run, tiny_llama, torch_engine
 
 BLOCK = 16
 LIMITS = EngineLimits(max_model_len=256, block_size=BLOCK, max_running=4, kv_host_bytes=2**20)
@@ -35,12 +35,7 @@ BREAKS = {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import AutoConfig
-
-    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    config = AutoConfig.for_model("llama", **sizes, **heads, bos_token_id=0, eos_token_id=1)
-    return save_tiny(config, tmp_path_factory.mktemp("tiny"))
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
