@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,16 +85,18 @@ def choose_threads(step: Callable[[], object], limit: int | None = None) -> int:
     that lost its core. So the count is measured, not assumed.
     """
     cores = limit or len(os.sched_getaffinity(0))
-    timings = {}
-    for threads in sorted({1, cores}):
-        torch.set_num_threads(threads)
-        step()
-        samples = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            step()
-            samples.append(time.perf_counter() - begin)
-        timings[threads] = sorted(samples)[1]
-    best = cores if timings[1] / timings[cores] >= WORTH_MORE_THREADS else 1
+    alone = _median_seconds(step, 1)
+    several = alone if cores == 1 else _median_seconds(step, cores, hopeless_seconds=2 * alone)
+    best = cores if alone / several >= WORTH_MORE_THREADS else 1
     torch.set_num_threads(best)
     return best
+
+
+def _median_seconds(step: Callable[[], object], threads: int, hopeless_seconds: float = math.inf) -> float:
+    """Of three runs after a first one; a single one when that is hopeless already."""
+    torch.set_num_threads(threads)
+    step()
+    samples: list[float] = []
+    while len(samples) < 3 and max(samples, default=0.0) < hopeless_seconds:
+        samples.append(seconds_of(step))
+    return statistics.median(samples)

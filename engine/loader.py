@@ -52,6 +52,8 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
     KV bytes = memory_bytes − weights − activation peak of the largest step − process residual.
     """
     begin = time.monotonic()
+    if device == "cpu":
+        torch.set_num_threads(1)  # beside a busy neighbour two threads load slower; decoding's count is measured below
     residual = held_bytes()
     config = _read_config(path)
     limits = _fit_window(config, limits)

@@ -13,6 +13,7 @@ import hashlib
 import json
 import mmap
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,14 +225,16 @@ class Weights:
     def _pack(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], sources: dict[str, Source]) -> None:
         """Replace linear layers one by one: each plain weight is freed before the next is reordered."""
         names = {id(tensor): name for name, tensor in tensors.items()}
+        users = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
         layers = packable(model)
         while layers:
             path, linear = layers.popitem()
             name = names[id(linear.weight)]
+            users[id(linear.weight)] -= 1
             parent, _, child = path.rpartition(".")
             packed = PackedLinear(linear)
             setattr(model.get_submodule(parent), child, packed)
-            if not _users(model, linear.weight):  # else it is an embedding table tied to the head
+            if not users[id(linear.weight)]:  # else it is an embedding table tied to the head
                 del tensors[name]
             del linear
             self._stores.append(Packed(packed, sources[name].flat))
@@ -264,18 +267,17 @@ def _owned_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return owned
 
 
-def _users(model: torch.nn.Module, weight: torch.Tensor) -> list[torch.nn.Module]:
-    """The modules that have this tensor as a parameter of their own."""
-    return [m for m in model.modules() if any(p is weight for p in m.parameters(recurse=False))]
-
-
 def _leave_embeddings_mapped(
     model: torch.nn.Module, tensors: dict[str, torch.Tensor], sources: dict[str, Source]
 ) -> None:
     """Let embedding tables be read from the mapped file where nothing else uses them."""
+    users: dict[int, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(module)
     for name, tensor in list(tensors.items()):
-        users = _users(model, tensor)
-        if sources[name].mapped and len(users) == 1 and isinstance(users[0], torch.nn.Embedding):
+        alone = users.get(id(tensor), [])
+        if sources[name].mapped and len(alone) == 1 and isinstance(alone[0], torch.nn.Embedding):
             del tensors[name]
             tensor.data = sources[name].flat.view(tensor.shape)
             tensor.requires_grad_(False)
