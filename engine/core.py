@@ -51,6 +51,7 @@ class EngineCore(ABC):
         self._texts: dict[tuple[str, int], TextStream] = {}
         self._counts: Counter[str] = Counter()
         self._sessions = SessionKeys()
+        self._condemned: set[str] = set()  # deleted while a turn of theirs runs
         self._ended: deque[EndedContext] = deque(maxlen=ENDED_KEPT)
 
     # -- what a kind of engine supplies ------------------------------------------
@@ -189,8 +190,10 @@ class EngineCore(ABC):
     def forget_session(self, session: str) -> int:
         """Drop the KV that only this session's turns left, on every tier; how many blocks there were.
 
-        A turn that runs now keeps its blocks until it ends, but nobody finds them.
+        A turn that runs now keeps its blocks until it ends; then what it leaves is dropped too.
         """
+        if any(context.request.session == session for context in self._contexts.values()):
+            self._condemned.add(session)
         keys = [key for key in self._sessions.forget(session) if self._kept(key)]
         for key in keys:
             self._scheduler.forget(key)
@@ -198,6 +201,9 @@ class EngineCore(ABC):
 
     def has_work(self) -> bool:
         return bool(self._contexts)
+
+    def live(self) -> Sequence[tuple[str, int]]:
+        return tuple(self._contexts)
 
     def step(self) -> Sequence[Output]:
         """Schedule → run → commit."""
@@ -356,10 +362,14 @@ class EngineCore(ABC):
 
     def _forget(self, context: Context) -> None:
         self._ended.append(ended_context(context, said_end=context.token_ids[-1] in self._eos))
-        if context.request.session is not None:  # however it ended: its KV may be cached
-            blocks = context.max_computed // self.limits.block_size
-            self._sessions.remember(context.request.session, context.block_keys[:blocks])
         del self._contexts[context.key], self._texts[context.key]
+        session = context.request.session
+        if session is not None:  # however it ended: its KV may be cached
+            blocks = context.max_computed // self.limits.block_size
+            self._sessions.remember(session, context.block_keys[:blocks])
+            if session in self._condemned:
+                self._condemned.discard(session)
+                self.forget_session(session)  # condemned again if another turn of it runs
 
 
 def _rows(kv: np.ndarray, indices: Sequence[int]) -> np.ndarray:

@@ -195,6 +195,9 @@ class Engine(Protocol):
 
     def has_work(self) -> bool: ...
 
+    def live(self) -> Sequence[tuple[str, int]]:
+        """(request id, generation) of all generations that have not ended."""
+
     def sleep(self) -> None:
         """Give weights and KV back. Only with no generation live."""
 

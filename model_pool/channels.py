@@ -82,6 +82,10 @@ class Channels:
     def knows(self, gateway: str) -> bool:
         return gateway in self._channels
 
+    def owned(self) -> set[Key]:
+        """The generations in flight."""
+        return set(self._owners)
+
     def disown(self, key: Key) -> None:
         self._owners.pop(key, None)
 

@@ -89,6 +89,8 @@ class EngineHost:
         self._residual_bytes = 0
         self._draining: _Draining | None = None
         self._changed = asyncio.Event()
+        self._submitting: set[asyncio.Future[OrchestratorError | None]] = set()
+        self._unknown: set[tuple[str, int]] = set()  # owned by a gateway, but not the engine's when last looked
         self._loop = EngineLoop(self._engine, self._from_engine, self._crash)
 
     # -- life ---------------------------------------------------------------------
@@ -138,6 +140,7 @@ class EngineHost:
         except OrchestratorError as error:
             return error
         self._residual_bytes = self._measure()
+        self._stats = await self._call(lambda engine: engine.stats())  # else the last busy ones stand till it wakes
         self._move(S.SLEEPING)
         return await self.picture()
 
@@ -179,7 +182,18 @@ class EngineHost:
         return self._channels.beat(gateway, time.monotonic())
 
     async def submit(self, gateway: str, request: GenerationRequest, ticket: str | None) -> OrchestratorError | None:
-        """Begin a generation; its outputs come through the gateway's stream."""
+        """Begin a generation; its outputs come through the gateway's stream.
+
+        When its client leaves, Ray cancels this call, at any of its awaits. What has begun is carried through all the
+        same: the gateway's ``cancel`` finds it then. Cut off half way, a generation that the engine never heard of
+        stayed in flight for ever, and the model could not drain.
+        """
+        work = asyncio.ensure_future(self._submit(gateway, request, ticket))
+        self._submitting.add(work)  # the loop keeps weak references only
+        work.add_done_callback(self._submitting.discard)
+        return await asyncio.shield(work)
+
+    async def _submit(self, gateway: str, request: GenerationRequest, ticket: str | None) -> OrchestratorError | None:
         refusal = self._refuse(gateway, ticket)
         if refusal is not None:
             return refusal
@@ -313,7 +327,20 @@ class EngineHost:
             await asyncio.sleep(SILENCE_SECONDS / 6)
             for request_id, generation in self._channels.reap(time.monotonic()):
                 await self.cancel(request_id, generation, f"its gateway was silent for {SILENCE_SECONDS} s")
+            if self._channels.in_flight:
+                await self._reconcile()
             self._look_drained()
+
+    async def _reconcile(self) -> None:
+        """Let go of generations that the engine has not known at two looks: they never end, and would hold up draining.
+
+        There should be none; should a path be missed, it costs a second, not the model.
+        """
+        live = set(await self._call(lambda engine: engine.live()))
+        unknown = self._channels.owned() - live
+        for key in unknown & self._unknown:
+            self._channels.disown(key)
+        self._unknown = unknown
 
 
 def _make_engine(spec: HostSpec) -> Engine:

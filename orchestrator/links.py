@@ -114,6 +114,8 @@ class HostLink:
                     stream = self._streams.get((output.request_id, output.generation))
                     if stream is not None:
                         stream.put(output)
+                    elif not output.final:  # its cancel was overtaken, or lost
+                        self._start(self._cancel((output.request_id, output.generation), "nobody listens"))
                 self._opened.set()
             self._lose(HostUnavailable("the host closed our stream"))
         except RayError as error:
