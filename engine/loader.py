@@ -63,10 +63,17 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
     runner, weights, layers = _take_over(path, config, dtype, device, limits.block_size)
     trim()
     peak, prefill_seconds = _measure(runner, layers, limits, dtype, device)
+    trim()
+    # measured now, not before: building the model has imported its code, and the steps have compiled their kernels
+    residual = max(residual + weights.private_bytes, held_bytes() - weights.nbytes)
     host_kv = _host_kv(layers, limits, dtype)
-    residual += weights.private_bytes + host_kv.nbytes
+    residual += host_kv.nbytes
     spare = memory_bytes - weights.nbytes - peak - residual
-    kv = _allocate(spare, layers, limits, dtype, device, _explain(memory_bytes, weights.nbytes, peak, residual))
+    why = (
+        f"memory_bytes {memory_bytes} − weights {weights.nbytes} − activation peak {peak} − kv_host {host_kv.nbytes} "
+        f"− process {residual - host_kv.nbytes}"
+    )
+    kv = _allocate(spare, layers, limits, dtype, device, why)
     report = LoadReport(
         weight_bytes=weights.nbytes,
         kv_bytes=kv.nbytes,
@@ -201,10 +208,6 @@ def _copy_seconds(kv: KVMemory, host_kv: KVMemory, block_size: int) -> float:
     pairs = [(block, block) for block in range(blocks)]
     kv.copy_blocks(host_kv, pairs, block_size)  # the first one takes the pages
     return machine.seconds_of(lambda: kv.copy_blocks(host_kv, pairs, block_size)) / blocks
-
-
-def _explain(memory: int, weights: int, peak: int, residual: int) -> str:
-    return f"memory_bytes {memory} − weights {weights} − activation peak {peak} − process {residual}"
 
 
 def _eos(path: Path, config: PretrainedConfig) -> frozenset[int]:

@@ -120,6 +120,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fake_needs_source(self) -> ModelConfig:
+        if self.kv_host >= self.memory:
+            raise ValueError(f"kv_host: {int(self.kv_host)} bytes are part of memory, and it has {int(self.memory)}")
         if self.ordering not in ORDERING.names:
             raise ValueError(f"ordering: {self.ordering!r} is not one of {', '.join(ORDERING.names)}")
         if self.fake is not None and self.source != "fake":
@@ -226,7 +228,7 @@ def load_config(path: Path, flags: dict[str, Any] | None = None) -> Config:
     try:
         return Config.model_validate(_merge(_merge(raw, environment), flags or {}))
     except ValidationError as error:
-        raise ConfigError(f"{path}: " + "; ".join(_explain(problem) for problem in error.errors())) from error
+        raise ConfigError(f"{path}: " + "; ".join(map(_explain, _causes(error)))) from error
 
 
 def named_by_environment() -> Path:
@@ -261,6 +263,13 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         merged[key] = _merge(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
     return merged
+
+
+def _causes(error: ValidationError) -> list[Any]:
+    """The problems, without those that only follow from others: a list has no item left when its one item is wrong."""
+    problems = error.errors()
+    inside = {problem["loc"][0] for problem in problems if len(problem["loc"]) > 1}
+    return [p for p in problems if not (p["type"] == "too_short" and p["loc"][0] in inside)]
 
 
 def _explain(problem: Any) -> str:

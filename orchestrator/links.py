@@ -85,7 +85,7 @@ class HostLink:
         except RayActorError as error:
             self._lose(error)
             refusal = self.lost
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, RayError):  # Ray cancels the call first, and it says so before we hear of it
             self.drop(stream, "the client went away")
             raise
         if refusal is not None:

@@ -85,16 +85,18 @@ class SessionReader:
         return SessionPage(sessions, f"{rows[-1][1]:.0f}" if len(rows) == count else None)
 
     async def delete_session(self, tenant: str, session_id: str) -> None:
-        """Drop a session whole; a turn that runs on it will find its lease lost. SessionNotFound."""
+        """Drop a session whole; a turn that runs on it, be it the first, will find its lease lost. SessionNotFound."""
         keys = session_keys(tenant, session_id)
 
         def build(pipe: Pipeline) -> None:
             pipe.hget(keys.meta, "version")
+            pipe.exists(keys.lease)
             pipe.delete(*keys.all())
             pipe.zrem(tenant_keys(tenant).sessions, session_id)
 
-        version, _, _ = await self._client.read(build)
-        _check_exists(session_id, version)
+        version, runs, _, _ = await self._client.read(build)
+        if not runs:
+            _check_exists(session_id, version)
 
     async def tenant_usage(self, tenant: str) -> TenantUsage:
         """What a tenant has used so far, and what it holds now (lapsed places may count until the next

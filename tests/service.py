@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,9 +23,15 @@ START_SECONDS = 240
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Not of the range that outgoing connections take theirs from: one of them had it before the service did."""
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+PORTS = (15_000, 30_000)
 
 
 class RunningService:

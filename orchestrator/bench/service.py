@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from policies.errors import NotReachable
 
 START_SECONDS = 1800.0  # the first time, models are fetched and converted
 STOP_SECONDS = 60.0
+PORTS = (15_000, 30_000)
 
 Say = Callable[[str], None]
 
@@ -45,9 +47,12 @@ def own_service(config: Path, say: Say) -> Iterator[str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Not of the range that outgoing connections take theirs from: one of them could have it before the service."""
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 def _await_ready(process: subprocess.Popen[bytes], output: Path, say: Say) -> None:

@@ -288,7 +288,9 @@ def test_a_held_stream_still_says_what_was_cut_and_where_the_time_went(fake_serv
     headers = session()
     for turn in range(6):
         ask(fake_service, "small", f"turn {turn} " + "x" * 40, headers)
-    assert fake_service.model("late")["state"] == "cold"
+    if fake_service.model("late")["state"] != "cold":  # another test has had it
+        fake_service.operate("late", "unload")
+    wait_until(lambda: fake_service.model("late")["state"] == "cold", 20, "late is cold")
     with stream(fake_service, "late", "and now", headers) as response:  # a load of 2 s outlasts the hold of 1 s
         assert response.headers["x-context-truncated"].startswith("turns=")
         assert "server-timing" not in response.headers

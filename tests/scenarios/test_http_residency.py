@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.scenarios.calls import ACME, Timed, ask, bring_up, listen, said, text_of, timed
+from tests.scenarios.conftest import TEMPLATES
 from tests.service import RunningService, wait_until
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(180)]
@@ -45,6 +46,15 @@ BREAKS = {
 }
 DEADLINE_SECONDS = 25.0  # of the service's config
 BOUND_SECONDS = 10.0  # for a switch or two; it takes one or two when nothing else runs here
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_fakes(scarce_service: RunningService) -> None:
+    """The real models of other files keep hundreds of MiB, asleep too: nothing here would fit beside them."""
+    for model in scarce_service.admin()["models"]:
+        if model["model"] in TEMPLATES and model["state"] != "cold":
+            scarce_service.operate(model["model"], "unload")
+            wait_until(lambda name=model["model"]: scarce_service.model(name)["state"] == "cold", 20, "unloaded")  # type: ignore[misc]
 
 
 def test_R02_a_model_under_constant_load_gives_way_within_bounds_and_is_served_again(

@@ -32,7 +32,7 @@ async def _heartbeats(host: EngineHost) -> None:
 
 async def until_idle(host: EngineHost, seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
-        while host._channels.in_flight or await host._call(lambda engine: engine.live()):
+        while host._channels.in_flight or await host._call(lambda engine: engine.live()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -49,6 +49,22 @@ async def test_a_submit_cancelled_at_any_await_and_then_cancelled_leaves_nothing
     await until_idle(host)
     async with asyncio.timeout(5):
         assert await host.drain(()) is None
+
+
+@pytest.mark.parametrize("awaits", range(6))
+async def test_a_submit_that_is_cut_off_is_carried_through(awaits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_second_look(_: EngineHost) -> None:
+        return
+
+    monkeypatch.setattr(EngineHost, "_reconcile", no_second_look)
+    host = await ready_host(step_seconds=0.02)
+    for number in range(20):
+        submit = asyncio.ensure_future(host.submit("gateway", request(f"r{number}", [1, 2, 3], 2), None))
+        for _ in range(awaits):
+            await asyncio.sleep(0)
+        submit.cancel()
+        await asyncio.gather(submit, return_exceptions=True)
+    await until_idle(host)
 
 
 async def test_a_refused_generation_whose_client_left_leaves_nothing() -> None:
