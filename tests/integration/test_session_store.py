@@ -159,6 +159,15 @@ async def test_a_deleted_session_does_not_come_back_through_a_running_turn(
     assert (await store.list_sessions(T)).sessions == ()
 
 
+async def test_a_session_in_its_first_turn_can_be_deleted_once(store: SessionStore) -> None:
+    begun = await begin(store, T, S, "t1")
+    await store.delete_session(T, S)  # not a "no such session" that ends the turn all the same
+    with pytest.raises(LeaseLost):
+        await store.commit_turn(begun, said("t1", ("user", "q")), {}, {}, 1)
+    with pytest.raises(SessionNotFound):
+        await store.delete_session(T, S)
+
+
 # The window
 
 
