@@ -69,8 +69,8 @@ def main() -> None:
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, tree / name)
         for number, broken in enumerate(breaks, 1):
-            print(f"{number}/{len(breaks)} {broken[1]}", file=sys.stderr)
             result = notices(tree, broken)
+            print(f"{number}/{len(breaks)} {broken[1]}: {result}", file=sys.stderr)
             missed += result != "red"
             table.add_row(broken[1], broken[2], result)
     Console().print(table)
