@@ -27,6 +27,7 @@ from policies.types import Tier
 
 VERSION = 1
 RECORD = "generation"
+PARTS = {"version", "identity", "request", "kv_crc32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ def read(path: Path, identity: KVIdentity, block_bytes: int) -> Checkpoint:
     if zlib.crc32(kv.data) != record["kv_crc32"]:
         raise CheckpointRefused(f"{path.name}: its KV is damaged (checksum)")
     request = _request(path, record["request"])
+    if request.tenant != identity.tenant:  # else its holder would speak, and reuse KV, as somebody else
+        raise CheckpointRefused(f"{path.name}: its request is another tenant's")
     if len(kv) * identity.block_size > len(request.prompt_token_ids) + len(request.delivered_token_ids):
         raise CheckpointRefused(f"{path.name}: {len(kv)} blocks of KV are more than its tokens can have")
     return Checkpoint(identity, request, kv)
@@ -86,18 +89,23 @@ def _content(path: Path) -> tuple[dict[str, Any], np.ndarray]:
             text = metadata[RECORD]
             if str(zlib.crc32(text.encode())) != metadata["crc32"]:
                 raise CheckpointRefused(f"{path.name}: its record is damaged (checksum)")
-            return json.loads(text), file.get_tensor("kv")
+            record = json.loads(text)
+            if missing := PARTS - record.keys():
+                raise CheckpointRefused(f"{path.name}: its record has no {', '.join(sorted(missing))}")
+            return record, file.get_tensor("kv")
     except OSError as error:
         raise CheckpointRefused(f"cannot read {path.name}: {error}") from error
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointRefused(f"{path.name} is no whole checkpoint: {type(error).__name__}: {error}") from error
 
 
 def _check_record(path: Path, record: dict[str, Any], identity: KVIdentity) -> None:
-    version = record.get("version")
+    version = record["version"]
     if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise CheckpointRefused(f"{path.name}: version {version}; this engine reads versions 1 to {VERSION}")
     found = record["identity"]
+    if not isinstance(found, dict):
+        raise CheckpointRefused(f"{path.name}: its identity cannot be read")
     for name, expected in asdict(identity).items():
         if found.get(name) != expected:
             shown = "another" if name == "tenant" else f"{found.get(name)!r}, not {expected!r}"
@@ -114,7 +122,7 @@ def _request(path: Path, record: dict[str, Any]) -> GenerationRequest:
         if unknown := plain.keys() - known:
             raise CheckpointRefused(f"{path.name}: unknown fields {', '.join(sorted(unknown))}")
         return GenerationRequest(sampling=SamplingParams(**sampling), **plain)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointRefused(f"{path.name}: its request cannot be read: {error}") from error
 
 

@@ -140,7 +140,7 @@ class Scheduler:
     def park(self) -> tuple[Move, ...]:
         """Moves that bring cached KV to host memory before the device's goes, the most recently used first to stay."""
         cached = list(self.pool.cached())
-        for block, key, token_ids in cached[-self.host.books().total :]:
+        for block, key, token_ids in cached[max(0, len(cached) - self.host.books().total) :]:
             self._evicted(block, key, token_ids)
         return self._planned_moves()
 

@@ -62,7 +62,7 @@ def run(path: Path) -> list[Section]:
             "awake - weights",
             "bytes",
             target="<=1.05",
-            limit="interpreter, libraries and allocator of a live process",
+            limit="interpreter, libraries and allocator of a live process; awake, KV pages in use count too",
         ),
     ]
 

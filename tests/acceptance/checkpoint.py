@@ -81,6 +81,11 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "of another block size": _identity("block_size", 32),
     "of another tenant": _identity("tenant", "globex"),
     "of another KV layout": _identity("layout_version", 2),
+    "whose request is another tenant's": lambda content: _edited(
+        content, lambda record: record["request"].update(tenant="globex")
+    ),
+    "without its request": lambda content: _edited(content, lambda record: record.pop("request")),
+    "with an identity of nothing": lambda content: _edited(content, lambda record: record.update(identity=None)),
     "with fewer tokens than KV": lambda content: _edited(
         content, lambda record: record["request"].update(prompt_token_ids=[1, 2, 3], delivered_token_ids=[])
     ),
