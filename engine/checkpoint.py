@@ -25,7 +25,7 @@ from engine.protocol import GenerationRequest, SamplingParams
 from policies.errors import CheckpointRefused
 from policies.types import Tier
 
-VERSION = 1
+VERSION = 2  # 2: kv_first_block
 RECORD = "generation"
 PARTS = {"version", "identity", "request", "kv_crc32"}
 
@@ -36,7 +36,8 @@ class Checkpoint:
 
     identity: KVIdentity
     request: GenerationRequest
-    kv: np.ndarray  # uint8 [blocks, block_bytes]: of the first blocks of its tokens
+    kv: np.ndarray  # uint8 [blocks, block_bytes]
+    first_block: int = 0  # that ``kv`` begins with; those before lie outside every layer's window
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
@@ -46,6 +47,7 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
         "identity": asdict(checkpoint.identity),
         "request": asdict(checkpoint.request),
         "kv_crc32": zlib.crc32(checkpoint.kv.data),
+        "kv_first_block": checkpoint.first_block,
     }
     text = json.dumps(record)
     content = save({"kv": checkpoint.kv}, {RECORD: text, "crc32": str(zlib.crc32(text.encode()))})
@@ -77,9 +79,12 @@ def read(path: Path, identity: KVIdentity, block_bytes: int) -> Checkpoint:
     request = _request(path, record["request"])
     if request.tenant != identity.tenant:  # else its holder would speak, and reuse KV, as somebody else
         raise CheckpointRefused(f"{path.name}: its request is another tenant's")
-    if len(kv) * identity.block_size > len(request.prompt_token_ids) + len(request.delivered_token_ids):
-        raise CheckpointRefused(f"{path.name}: {len(kv)} blocks of KV are more than its tokens can have")
-    return Checkpoint(identity, request, kv)
+    first = record.get("kv_first_block", 0)  # version 1 had none
+    if not isinstance(first, int) or first < 0:
+        raise CheckpointRefused(f"{path.name}: its KV begins at block {first!r}")
+    if (first + len(kv)) * identity.block_size > len(request.prompt_token_ids) + len(request.delivered_token_ids):
+        raise CheckpointRefused(f"{path.name}: {first + len(kv)} blocks of KV are more than its tokens can have")
+    return Checkpoint(identity, request, kv, first)
 
 
 def _content(path: Path) -> tuple[dict[str, Any], np.ndarray]:

@@ -21,6 +21,7 @@ EDGES: dict[ContextState, frozenset[ContextState]] = {
     **{state: frozenset() for state in TERMINAL},
 }
 EVENTS_KEPT = 32
+NO_BLOCK = -1  # in a block table: it lay before every layer's window, and was let go
 
 _ids = itertools.count(1)
 

@@ -16,29 +16,36 @@ from pathlib import Path
 import numpy as np
 
 from engine import checkpoint
+from engine.carrier import Carrier
 from engine.context import Context
 from engine.detokenizer import Decoder, TextStream
+from engine.disk import DiskStore
+from engine.disk_tier import DiskTier
+from engine.kv_cache import KVCache
 from engine.logprobs import Choice, describe
 from engine.prefix import KVIdentity
 from engine.protocol import (
+    DiskStats,
     EngineLimits,
     EngineStats,
     FinishReason,
     GenerationRequest,
     LoadReport,
     Output,
-    SamplingParams,
     WakeReport,
 )
+from engine.requests import validate
 from engine.scheduler import Chunk, Scheduler, StepPlan
-from engine.sessions import SessionKeys
 from engine.snapshot import ENDED_KEPT, EndedContext, EngineSnapshot, ended_context, take_snapshot
 from engine.tiers import Move
+from engine.worth import Worth
 from policies import preemption
 from policies.errors import BadRequest, DeadlineExceeded, EngineError, HostUnavailable, NotFound
 from policies.types import ContextState
 
 NOT_FINITE = "the model produced no finite score for this generation"
+PARK_SECONDS = 5.0  # most that a sleep or an end waits for the disk
+ARRIVAL_SECONDS = 0.02  # how long a step with nothing to compute waits for it
 
 
 class EngineCore(ABC):
@@ -50,7 +57,7 @@ class EngineCore(ABC):
         self._contexts: dict[tuple[str, int], Context] = {}
         self._texts: dict[tuple[str, int], TextStream] = {}
         self._counts: Counter[str] = Counter()
-        self._sessions = SessionKeys()
+        self._disk: DiskTier | None = None
         self._condemned: set[str] = set()  # deleted while a turn of theirs runs
         self._ended: deque[EndedContext] = deque(maxlen=ENDED_KEPT)
 
@@ -89,6 +96,10 @@ class EngineCore(ABC):
         """Fill blocks of the device with what ``_read_kv`` gave."""
 
     @abstractmethod
+    def _keep_memory(self, blocks: int) -> None:
+        """Give the device memory of all blocks after the first ``blocks`` back, until they are written again."""
+
+    @abstractmethod
     def _move(self, moves: Sequence[Move]) -> None:
         """Copy KV blocks between device and host memory, in this order; RuntimeError, MemoryError or OSError."""
 
@@ -97,7 +108,36 @@ class EngineCore(ABC):
         self._decoder, self._eos, self._vocabulary = decoder, eos, vocabulary
         size = self.limits.block_size
         host_blocks = report.kv_host_capacity_tokens // size if preemption.keep(report.kv_costs, size) else 0
-        self._scheduler = Scheduler(self.limits, report.kv_capacity_tokens // size, host_blocks)
+        num_blocks = report.kv_capacity_tokens // size
+        self._block_bytes = report.kv_bytes // num_blocks
+        if self.limits.kv_disk_bytes:
+            self._disk = self._open_disk(Path(self.limits.kv_disk), self.limits.kv_disk_bytes)
+        self._worth = Worth(report.kv_costs, size, self._block_bytes, host=host_blocks > 0, disk=self._disk)
+        self._kv_cache = KVCache(
+            size,
+            num_blocks,
+            host_blocks,
+            window=report.window_tokens,
+            disk=self._disk,
+            worth_writing=lambda key: self._worth.writing(self._kv_cache.sessions.uses(key), time.monotonic()),
+            worth_reading=self._worth.reading,
+        )
+        self._carrier = Carrier(
+            self._kv_cache,
+            self._disk,
+            self._read_kv,
+            self._move,
+        )
+        self._scheduler = Scheduler(self.limits, self._kv_cache)
+
+    def _open_disk(self, directory: Path, capacity_bytes: int) -> DiskTier:
+        content_bytes = self._read_kv([0], host=False).shape[1]
+        return DiskTier(
+            lambda: DiskStore(directory, capacity_bytes),
+            self.report.fingerprint,
+            content_bytes,
+            self._write_kv,
+        )
 
     # -- life of the model -------------------------------------------------------
 
@@ -110,8 +150,9 @@ class EngineCore(ABC):
             raise EngineError(f"{len(self._contexts)} generations are live; drain before sleeping")
         if self._awake:
             self._awake = False
+            self._kv_cache.abandon()
             self._park()
-            self._scheduler.pool.clear_cache()  # the device's KV goes: nothing may be found there again
+            self._kv_cache.pool.clear_cache()  # the device's KV goes: nothing may be found there again
             self._give_back()
 
     def wake(self) -> WakeReport:
@@ -131,12 +172,35 @@ class EngineCore(ABC):
         self._awake = True
         return WakeReport(copied - begin, time.monotonic() - copied)
 
+    def close(self) -> None:
+        """The process is about to end: what KV is worth keeping goes to disk, within ``PARK_SECONDS``."""
+        if self._disk is None:
+            return
+        until = time.monotonic() + PARK_SECONDS
+        self._kv_cache.abandon()
+        self._carrier.carry_out_or_drop(self._kv_cache.planned_moves())
+        spills = [spill for spill in self._kv_cache.park_on_disk() if self._awake or spill.host]
+        self._carrier.spill(spills, until)
+        self._disk.close(max(0.0, until - time.monotonic()))
+
+    def resize_kv(self, num_bytes: int) -> int:
+        """Let the KV pool hold so many bytes of the device, up to what the load gave it; the bytes it has now.
+
+        What is cached beyond goes down the tiers, blocks in use drain. Never less than a live generation may need.
+        """
+        if not self._awake:
+            raise HostUnavailable("this engine is asleep: its KV pool holds nothing")
+        blocks = self._scheduler.resize(num_bytes // self._block_bytes)
+        self._carrier.carry_out_or_drop(self._kv_cache.planned_moves())
+        self._keep_memory(self._kv_cache.pool.end)
+        return blocks * self._block_bytes
+
     # -- generations -------------------------------------------------------------
 
     def add(self, request: GenerationRequest) -> None:
         if not self._awake:
             raise HostUnavailable("this engine is asleep")
-        self._validate(request)
+        validate(request, self._vocabulary)
         context = Context(request, self._identity(request.tenant).namespace(), time.monotonic())
         if context.key in self._contexts:
             raise BadRequest(f"generation {request.request_id}/{request.generation} is live already")
@@ -160,10 +224,11 @@ class EngineCore(ABC):
         context = self._contexts.get((request_id, generation))
         if context is None:
             raise NotFound(f"generation {request_id}/{generation} is not live")
-        blocks, slots = self._scheduler.kept(context)
+        self._carrier.carry_out_or_drop(self._kv_cache.planned_moves())  # what is read below must be there
+        first, blocks, slots = self._kv_cache.readable(context)
         kv = np.concatenate([self._read_kv(blocks, host=False), self._read_kv(slots, host=True)])
         request = replace(context.request, delivered_token_ids=tuple(context.generated_ids))
-        checkpoint.write(path, checkpoint.Checkpoint(self._identity(request.tenant), request, kv))
+        checkpoint.write(path, checkpoint.Checkpoint(self._identity(request.tenant), request, kv, first))
 
     def restore(self, path: Path, tenant: str) -> GenerationRequest:
         """Go on with a checkpointed generation of this tenant; CheckpointRefused before anything of it was used.
@@ -176,15 +241,16 @@ class EngineCore(ABC):
         saved = checkpoint.read(path, self._identity(tenant), block_bytes)
         self.add(saved.request)
         context = self._contexts[saved.request.request_id, saved.request.generation]
-        installed = self._scheduler.make_room_for(context, len(saved.kv))
+        installed = self._kv_cache.make_room_for(context, saved.first_block, len(saved.kv))
+        rows = [index - saved.first_block for index in installed.indices]
         try:
-            self._move(installed.moves)
-            self._write_kv(installed.blocks, _rows(saved.kv, installed.indices))
+            self._carrier.carry_out(installed.moves)
+            self._write_kv(installed.blocks, _rows(saved.kv, rows))
         except (RuntimeError, MemoryError, OSError):
-            self._counts["moves_failed"] += 1
-            self._scheduler.installed(context, installed, worked=False)
+            self._carrier.failures += 1
+            self._kv_cache.installed(context, installed, worked=False)
         else:
-            self._scheduler.installed(context, installed, worked=True)
+            self._kv_cache.installed(context, installed, worked=True)
         return saved.request
 
     def forget_session(self, session: str) -> int:
@@ -194,10 +260,17 @@ class EngineCore(ABC):
         """
         if any(context.request.session == session for context in self._contexts.values()):
             self._condemned.add(session)
-        keys = [key for key in self._sessions.forget(session) if self._kept(key)]
-        for key in keys:
-            self._scheduler.forget(key)
+        keys = [key for key in self._kv_cache.sessions.forget(session) if self._kv_cache.kept(key)]
+        self._kv_cache.forget(keys)
+        self._order_pins(time.monotonic())
+        if self._disk is not None:
+            self._disk.forget_session(session)
         return len(keys)
+
+    def sessions(self) -> Sequence[str]:
+        """Whose KV may be here, ``tenant/session``; the disk's are those of every model of the node."""
+        on_disk = self._disk.sessions() if self._disk is not None else ()
+        return tuple({*self._kv_cache.sessions.names(), *on_disk})
 
     def has_work(self) -> bool:
         return bool(self._contexts)
@@ -207,42 +280,48 @@ class EngineCore(ABC):
 
     def step(self) -> Sequence[Output]:
         """Schedule → run → commit."""
-        plan = self._scheduler.schedule(time.monotonic(), time.time())
+        now = time.monotonic()
+        self._order_pins(now)
+        plan = self._scheduler.schedule(now, time.time())
         if plan.moves:
-            plan = self._carry_out(plan)
-        self._scheduler.launched()
-        choices = self._compute(plan.chunks) if plan.chunks else []
-        return self._commit(plan, choices)
+            plan = self._carry_out_plan(plan)
+        self._kv_cache.launched()
+        if plan.chunks:
+            return self._commit(plan, self._compute(plan.chunks))
+        if self._disk is not None and self._kv_cache.arriving:
+            self._disk.wait(ARRIVAL_SECONDS)
+        return self._commit(plan, [])
 
     def check(self) -> None:
         self._scheduler.check()
 
-    def _kept(self, key: bytes) -> bool:
-        return self._scheduler.pool.holds(key) or self._scheduler.host.holds(key)
-
     def stats(self) -> EngineStats:
         if not hasattr(self, "_scheduler"):
             return EngineStats()
-        books = self._scheduler.pool.books()
-        host = self._scheduler.host.books()
+        books = self._kv_cache.pool.books()
+        host = self._kv_cache.host.books()
         waiting = Counter(c.request.tenant for c in self._scheduler.waiting)
         return EngineStats(
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            waiting=len(self._scheduler.waiting) + len(self._scheduler.arriving),
             kv_blocks_total=books.total,
             kv_blocks_used=books.held,
             kv_blocks_cached=books.cached,
+            kv_blocks_pinned=books.pinned,
+            kv_bytes=(self._kv_cache.pool.end if self._awake else books.total) * self._block_bytes,
             kv_host_blocks_total=host.total,
             kv_host_blocks_used=host.used,
             kv_blocks_moved_out=host.moved_out,
             kv_blocks_moved_in=host.moved_in,
-            kv_moves_failed=self._counts["moves_failed"],
+            kv_moves_failed=self._carrier.failures,
+            kv_disk=self._disk.stats() if self._disk is not None else DiskStats(),
+            kv_supply=self._worth.supply(self._kv_cache, time.monotonic()),
             prompt_tokens=self._counts["prompt"],
             cached_tokens=self._counts["cached"],
             generated_tokens=self._counts["generated"],
             preemptions=self._scheduler.preemptions,
             steps=self._counts["steps"],
-            sessions=self._sessions.whole(self._kept),
+            sessions=self._kv_cache.sessions.whole(self._kv_cache.kept),
             tenants_waiting=tuple(sorted(waiting.items())),
         )
 
@@ -253,7 +332,9 @@ class EngineCore(ABC):
             self._scheduler,
             self._contexts.values(),
             self._ended,
-            kv_bytes=self.report.kv_bytes,
+            block_bytes=self._block_bytes,
+            disk=self._disk.stats() if self._disk is not None else DiskStats(),
+            supply=self._worth.supply(self._kv_cache, time.monotonic()),
             awake=self._awake,
             now=time.monotonic(),
             wall=time.time(),
@@ -264,50 +345,23 @@ class EngineCore(ABC):
     def _identity(self, tenant: str) -> KVIdentity:
         return KVIdentity(tenant, self.report.fingerprint, self.report.dtype, self.limits.block_size)
 
-    def _carry_out(self, plan: StepPlan) -> StepPlan:
+    def _carry_out_plan(self, plan: StepPlan) -> StepPlan:
         """Copy what the plan wants copied; where that fails, time is lost, and never an answer."""
         try:
-            self._move(plan.moves)
+            self._carrier.carry_out(plan.moves)
         except (RuntimeError, MemoryError, OSError) as error:
-            self._counts["moves_failed"] += 1
+            self._carrier.failures += 1
             return self._scheduler.moves_failed(plan, time.monotonic(), f"{type(error).__name__}: {error}")
         return plan
 
+    def _order_pins(self, now: float) -> None:
+        self._kv_cache.pool.pins_changed(self._kv_cache.sessions.pins_changed(now))
+
     def _park(self) -> None:
-        """Bring the cached KV to host memory, as far as there is room."""
-        try:
-            self._move(self._scheduler.park())
-        except (RuntimeError, MemoryError, OSError):
-            self._counts["moves_failed"] += 1
-            self._scheduler.host.clear()
-
-    def _validate(self, request: GenerationRequest) -> None:
-        tokens = request.prompt_token_ids
-        if not tokens:
-            raise BadRequest("the prompt has no tokens", param="messages")
-        known = tokens + request.delivered_token_ids
-        for token in (min(known), max(known)):
-            if not 0 <= token < self._vocabulary:
-                raise BadRequest(f"token id {token} is outside the vocabulary of {self._vocabulary}", param="messages")
-        self._validate_sampling(request.sampling, len(request.delivered_token_ids))
-
-    def _validate_sampling(self, sampling: SamplingParams, delivered: int) -> None:
-        if sampling.max_tokens <= delivered:
-            raise BadRequest(
-                f"max_tokens {sampling.max_tokens} leaves nothing to generate after {delivered} delivered tokens",
-                param="max_tokens",
-            )
-        if sampling.min_tokens > sampling.max_tokens:
-            raise BadRequest(
-                f"min_tokens {sampling.min_tokens} is above the {sampling.max_tokens} tokens the answer may have",
-                param="min_tokens",
-            )
-        for token, _ in sampling.logit_bias:
-            if not 0 <= token < self._vocabulary:
-                raise BadRequest(
-                    f"logit_bias names token id {token}, outside the vocabulary of {self._vocabulary}",
-                    param="logit_bias",
-                )
+        """Bring the cached KV down before the device's memory goes, what is worth most to the fastest place."""
+        now, sessions = time.monotonic(), self._kv_cache.sessions
+        moves = self._kv_cache.park(lambda key: self._worth.of(sessions.uses(key), now))
+        self._carrier.carry_out_or_drop(moves, now + PARK_SECONDS)
 
     def _commit(self, plan: StepPlan, choices: list[Choice | None]) -> list[Output]:
         now = time.monotonic()
@@ -363,13 +417,23 @@ class EngineCore(ABC):
     def _forget(self, context: Context) -> None:
         self._ended.append(ended_context(context, said_end=context.token_ids[-1] in self._eos))
         del self._contexts[context.key], self._texts[context.key]
-        session = context.request.session
-        if session is not None:  # however it ended: its KV may be cached
-            blocks = context.max_computed // self.limits.block_size
-            self._sessions.remember(session, context.block_keys[:blocks])
-            if session in self._condemned:
-                self._condemned.discard(session)
-                self.forget_session(session)  # condemned again if another turn of it runs
+        if context.request.session is not None:  # however it ended: its KV may be cached
+            self._remember(context, context.request.session)
+
+    def _remember(self, context: Context, session: str) -> None:
+        """Whose the KV is that a turn has left, and whether it is pinned."""
+        cache, now = self._kv_cache, time.monotonic()
+        keys = context.block_keys[: context.max_computed // self.limits.block_size]
+        cache.sessions.remember(context.request, keys, now)
+        if self._disk is not None:
+            self._disk.note(session, keys)
+        if context.request.pin_seconds:
+            most = context.request.pin_bytes // self._block_bytes
+            cache.sessions.pin(session, now + context.request.pin_seconds, most)
+            self._order_pins(now)
+        if session in self._condemned:
+            self._condemned.discard(session)
+            self.forget_session(session)  # condemned again if another turn of it runs
 
 
 def _rows(kv: np.ndarray, indices: Sequence[int]) -> np.ndarray:

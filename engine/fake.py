@@ -24,6 +24,7 @@ from engine.tiers import Move
 from policies.errors import LoadFailed
 
 EOS = 0
+FINGERPRINT = "fake"  # of its weights
 VOCABULARY = 256
 BLOCK_BYTES = 16  # of the made-up KV in its checkpoints
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "juniper")
@@ -82,7 +83,7 @@ class FakeEngine(EngineCore):
             kv_capacity_tokens=fake.kv_capacity_tokens,
             peak_bytes=0,
             residual_bytes=fake.residual_bytes,
-            fingerprint="fake",
+            fingerprint=FINGERPRINT,
             dtype="bytes",
             seconds=fake.load_seconds,
             kv_host_capacity_tokens=self.limits.kv_host_bytes * fake.kv_capacity_tokens // max(1, fake.kv_bytes),
@@ -126,6 +127,9 @@ class FakeEngine(EngineCore):
         """There is no KV."""
 
     def _move(self, moves: Sequence[Move]) -> None:
+        """There is no KV."""
+
+    def _keep_memory(self, blocks: int) -> None:
         """There is no KV."""
 
     def _give_back(self) -> None:

@@ -18,6 +18,7 @@ from engine.attention import paged
 from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
 from engine.attention.paged import Probe
 from engine.canary import made_up_step
+from engine.disk_tier import queued_blocks
 from engine.memory import held_bytes, trim
 from engine.protocol import EngineLimits, LoadReport
 from engine.runner import Runner
@@ -67,7 +68,7 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
     # measured now, not before: building the model has imported its code, and the steps have compiled their kernels
     residual = max(residual + weights.private_bytes, held_bytes() - weights.nbytes)
     host_kv = _host_kv(layers, limits, dtype)
-    residual += host_kv.nbytes
+    residual += host_kv.nbytes + _disk_queue_bytes(layers, limits, dtype)
     spare = memory_bytes - weights.nbytes - peak - residual
     why = (
         f"memory_bytes {memory_bytes} − weights {weights.nbytes} − activation peak {peak} − kv_host {host_kv.nbytes} "
@@ -85,6 +86,7 @@ def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch
         seconds=time.monotonic() - begin,
         kv_host_capacity_tokens=host_kv.num_slots,
         kv_costs=KVCosts(_copy_seconds(kv, host_kv, limits.block_size), prefill_seconds),
+        window_tokens=_window(layers),
     )
     return Loaded(weights, runner, kv, host_kv, limits, _eos(path, config), config.vocab_size, report)
 
@@ -198,6 +200,18 @@ def _host_kv(layers: dict[int, LayerShape], limits: EngineLimits, dtype: torch.d
     if limits.kv_host_bytes and not blocks:
         raise DoesNotFit(f"kv_host {limits.kv_host_bytes} bytes is less than one block of {block_bytes}")
     return KVMemory(layers, blocks * limits.block_size, dtype, "cpu")
+
+
+def _disk_queue_bytes(layers: dict[int, LayerShape], limits: EngineLimits, dtype: torch.dtype) -> int:
+    """What KV on its way to disk and back may take."""
+    block_bytes = bytes_per_token(layers, dtype) * limits.block_size
+    return 2 * queued_blocks(block_bytes) * block_bytes if limits.kv_disk_bytes else 0
+
+
+def _window(layers: dict[int, LayerShape]) -> int | None:
+    """How far the layer that sees farthest sees; None: some layer sees everything."""
+    windows = [shape.window for shape in layers.values()]
+    return None if None in windows else max(window for window in windows if window is not None)
 
 
 def _copy_seconds(kv: KVMemory, host_kv: KVMemory, block_size: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 from pathlib import Path
 
 # Environment of a process that holds an engine (glibc; ignored by others): malloc asks for 2 MiB pages. Fresh memory
@@ -31,3 +32,13 @@ def trim() -> None:
     """Hand freed heap pages back to the system (glibc keeps tens of megabytes after a load that converts weights)."""
     with contextlib.suppress(OSError, AttributeError):  # another libc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def drop_pages(begin: int, end: int) -> None:
+    """Hand the whole pages between two addresses of our own anonymous memory back to the system; they read as zeros."""
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if length > 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), f"madvise refuses to drop {length} bytes")

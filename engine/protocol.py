@@ -65,6 +65,8 @@ class GenerationRequest:
     delivered_token_ids: tuple[int, ...] = ()
     arrival: float = 0.0  # wall-clock seconds of the first arrival at a gateway; kept over every retry
     deadline: float | None = None  # wall-clock seconds
+    pin_seconds: float = 0.0  # its session's KV is evicted last for so long
+    pin_bytes: int = 0  # that its tenant may have pinned in one engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class EngineLimits:
     max_waiting: int = 256
     ordering: str = "priority"  # a name of policies.registry.ORDERING
     kv_host_bytes: int = 0  # of the memory: for KV that left the device (preempted, or of a sleeping model)
+    kv_disk_bytes: int = 0  # of this node's disk, for the KV of all its models; 0: none
+    kv_disk: str = ""  # the directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,7 @@ class LoadReport:
     seconds: float
     kv_host_capacity_tokens: int = 0
     kv_costs: KVCosts = NOT_MEASURED
+    window_tokens: int | None = None  # that the layer that sees farthest sees; None: some layer sees everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,20 @@ class WakeReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskStats:
+    """The disk tier as one engine sees it. Counters only grow; bytes are the whole node's."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    blocks: int = 0  # of every model
+    written: int = 0  # blocks, by this engine
+    fetched: int = 0
+    missed: int = 0  # known, but gone or damaged
+    dropped: int = 0  # not written: the queue or the disk was full
+    problem: str = ""  # why it is out of use now
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A cheap picture for metrics and ``orchestrator ps``. Counters only grow."""
 
@@ -159,11 +178,15 @@ class EngineStats:
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
     kv_blocks_cached: int = 0
+    kv_blocks_pinned: int = 0  # of the cached ones
+    kv_bytes: int = 0  # of the device, that the pool holds now
     kv_host_blocks_total: int = 0
     kv_host_blocks_used: int = 0
     kv_blocks_moved_out: int = 0
     kv_blocks_moved_in: int = 0
     kv_moves_failed: int = 0
+    kv_disk: DiskStats = DiskStats()
+    kv_supply: tuple[int, ...] = ()  # bytes that could be freed at or below each price of policies.pricing
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -207,8 +230,17 @@ class Engine(Protocol):
         HostUnavailable, still asleep, when memory is short; EngineError when the canary's answer is wrong.
         """
 
+    def close(self) -> None:
+        """The process is about to end: what KV is worth keeping goes to disk, within seconds."""
+
+    def resize_kv(self, num_bytes: int) -> int:
+        """Let the KV pool hold so many bytes of the device, up to what the load gave it; the bytes it has now."""
+
     def forget_session(self, session: str) -> int:
         """Drop the KV that only this session's turns left, on every tier; how many blocks there were."""
+
+    def sessions(self) -> Sequence[str]:
+        """Whose KV may be here, ``tenant/session``; the disk's are those of every model of the node."""
 
     def stats(self) -> EngineStats: ...
 

@@ -6,15 +6,13 @@ That one rule covers chunked prefill, prefix hits and resuming after a preemptio
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from engine import prefix
-from engine.blocks import BlockPool
-from engine.context import Context
+from engine.context import NO_BLOCK, Context
+from engine.kv_cache import Away, KVCache, Place
 from engine.protocol import EngineLimits
-from engine.tiers import HostTier, Move, Way
+from engine.tiers import Move, Spill, Way
 from policies import preemption
 from policies.admission import admit, estimate_blocks
 from policies.errors import QueueFull, RequestTooLarge
@@ -23,6 +21,7 @@ from policies.registry import ORDERING
 from policies.types import ContextState
 
 EXPECTED_SHARE = 0.6  # of max_tokens a generation is expected to use; the rest is met by preemption
+WORTH_WAITING_TOKENS = 64  # that somebody else is computing already: fewer are computed twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,45 +43,32 @@ class StepPlan:
     step: int
     chunks: tuple[Chunk, ...]
     expired: tuple[Context, ...] = ()
-    moves: tuple[Move, ...] = ()  # to be carried out first
-
-
-@dataclass(frozen=True, slots=True)
-class Installation:
-    """Blocks taken for KV that comes from outside: ``blocks[n]`` is to become the context's block ``indices[n]``."""
-
-    indices: tuple[int, ...]
-    blocks: tuple[int, ...]
-    moves: tuple[Move, ...]  # to be carried out first
+    moves: tuple[Move | Spill, ...] = ()  # to be carried out first
 
 
 class Scheduler:
     """Owns every live context's state and block table."""
 
-    def __init__(self, limits: EngineLimits, num_blocks: int, host_blocks: int = 0) -> None:
-        """``host_blocks``: room for KV that leaves the device; 0: it is lost, and computed again when it is wanted."""
+    def __init__(self, limits: EngineLimits, kv: KVCache) -> None:
         self.limits = limits
-        self.pool = BlockPool(num_blocks, self._evicted)
-        self.host = HostTier(host_blocks)
+        self.kv = kv
         self._ordering = ORDERING.make(limits.ordering)
-        self._moves: list[Move] = []
         self.waiting: list[Context] = []
         self.running: list[Context] = []
+        self.arriving: list[Context] = []  # hold blocks that are being filled from disk
         self.preemptions = 0
-        self._step = 0  # the last step scheduled
-        self._in_flight = False  # may the model be writing KV now?
 
     @property
     def capacity_tokens(self) -> int:
-        return len(self.pool) * self.limits.block_size
+        return len(self.kv.pool) * self.limits.block_size
 
     @property
-    def _most_running(self) -> int:
+    def most_running(self) -> int:
         """A token each must fit into a step: the activation peak was measured for ``step_tokens``."""
         return min(self.limits.max_running, self.limits.step_tokens)
 
     def contexts(self) -> Iterable[Context]:
-        return [*self.running, *self.waiting]
+        return [*self.running, *self.arriving, *self.waiting]
 
     def add(self, context: Context) -> None:
         """Queue a context. Refuses what could never run, by the bound that admission itself uses."""
@@ -108,75 +94,35 @@ class Scheduler:
             now: monotonic seconds, for the contexts' events.
             wall: wall-clock seconds, for deadlines.
         """
-        self._step += 1
+        step = self.kv.begin_step()
+        self._take_up(now)
         expired = self._expire(now, wall)
-        self.running.sort(key=lambda context: self._order(context, wall))
+        self.running.sort(key=lambda context: self.order(context, wall))
         decoding = sum(c.num_tokens - c.num_computed == 1 for c in self.running)
-        budget = self.limits.step_tokens - decoding  # at least 1 if anybody else runs: see _most_running
+        budget = self.limits.step_tokens - decoding  # at least 1 if anybody else runs: see most_running
         chunks: list[Chunk] = []
         position = 0
         while position < len(self.running):  # preemption shortens the list from its end
             context = self.running[position]
             pending = context.num_tokens - context.num_computed
             count = 1 if pending == 1 else min(pending, budget)
-            if count and self._make_room(context, count, now):
+            if count and self._make_room(context, count, now, wall):
                 chunks.append(Chunk(context, context.num_computed, count))
                 budget -= count if pending > 1 else 0
             position += context.state is ContextState.RUNNING
         if len(chunks) == len(self.running):  # nobody is short of blocks or budget
             self._admit(chunks, budget, now, wall)
-        return StepPlan(self._step, tuple(chunks), expired, self._planned_moves())
+        return StepPlan(step, tuple(chunks), expired, self.kv.planned_moves())
 
     def moves_failed(self, plan: StepPlan, now: float, why: str) -> StepPlan:
         """KV could not be copied: what lies in host memory is dropped, and who counted on it computes it again."""
-        self.host.clear()
-        arrived = {move.block for move in plan.moves if move.way is Way.IN}
-        hurt = [chunk.context for chunk in plan.chunks if not arrived.isdisjoint(chunk.context.block_table)]
-        self.pool.discard(arrived)
+        filled = {_filled(move) for move in plan.moves if isinstance(move, Move)} - {NO_BLOCK}
+        hurt = [chunk.context for chunk in plan.chunks if not filled.isdisjoint(chunk.context.block_table)]
+        hurt += [context for context in self.arriving if not filled.isdisjoint(context.block_table)]
+        self.kv.host_failed(filled)
         for context in hurt:
-            self._preempt(context, now, f"its KV could not be copied back: {why}", keep=False)
+            self._preempt(context, now, f"its KV could not be copied: {why}", keep=False)
         return replace(plan, chunks=tuple(chunk for chunk in plan.chunks if chunk.context not in hurt), moves=())
-
-    def park(self) -> tuple[Move, ...]:
-        """Moves that bring cached KV to host memory before the device's goes, the most recently used first to stay."""
-        cached = list(self.pool.cached())
-        for block, key, token_ids in cached[max(0, len(cached) - self.host.books().total) :]:
-            self._evicted(block, key, token_ids)
-        return self._planned_moves()
-
-    def kept(self, context: Context) -> tuple[list[int], list[int]]:
-        """Where the KV of its first whole blocks lies: blocks on the device, then slots in host memory."""
-        found = self._found(context)
-        if context.state is ContextState.RUNNING:
-            found = list(context.block_table[: context.num_computed // self.limits.block_size])
-        blocks = list(itertools.takewhile(lambda block: block is not None, found))
-        away = itertools.takewhile(lambda index: found[index] is None, range(len(blocks), len(found)))
-        slots = [self.host.find(context.block_keys[index], self._block_tokens(context, index)) for index in away]
-        return [block for block in blocks if block is not None], [slot for slot in slots if slot is not None]
-
-    def make_room_for(self, context: Context, count: int) -> Installation:
-        """Free blocks for the KV of a context's first ``count`` blocks, as many as there are."""
-        self._extend_keys(context)
-        missing = [
-            i for i in range(count) if self.pool.find(context.block_keys[i], self._block_tokens(context, i)) is None
-        ]
-        missing = missing[: self.pool.num_free]
-        return Installation(tuple(missing), tuple(self.pool.allocate(len(missing))), self._planned_moves())
-
-    def installed(self, context: Context, room: Installation, *, worked: bool) -> None:
-        """The KV is in its blocks, and can be found; or it could not be written."""
-        for index, block in zip(room.indices, room.blocks, strict=True):
-            if worked:
-                self.pool.publish(block, context.block_keys[index], self._block_tokens(context, index))
-        if not worked:
-            self.host.clear()  # the moves before it may not have been carried out
-        self.pool.release(room.blocks, self._step)
-        if not self._in_flight:
-            self.pool.complete(self._step)
-
-    def launched(self) -> None:
-        """The model may be writing the KV of the last planned step from now on: blocks freed now are fenced."""
-        self._in_flight = True
 
     def computed(self, plan: StepPlan) -> None:
         """The step's KV is written: advance its contexts, offer their full blocks to the cache, lift the fence."""
@@ -188,51 +134,58 @@ class Scheduler:
             context.recomputed_tokens += max(0, min(end, context.max_computed) - chunk.start)
             context.num_computed = end
             context.max_computed = max(context.max_computed, end)
-            self._publish(context)
-        self._in_flight = False
-        self.pool.complete(plan.step)
-        self.host.settle()
+            self.kv.publish(context)
+        self.kv.completed(plan.step)
 
     def end(self, context: Context, state: ContextState, now: float, reason: str) -> None:
         """Take a context out, in whatever state; its blocks are free once no step in flight can write them."""
-        if context.state is ContextState.RUNNING:
-            self.running.remove(context)
-        else:
-            self.waiting.remove(context)
+        self._list_of(context).remove(context)
         context.move(state, now, reason)
         if state is ContextState.FAILED:
-            self.pool.discard(b for b in context.block_table)
-            for key in context.block_keys:
-                self.host.forget(key)
-        self._release(context)
+            self.kv.fail(context)
+        self.kv.release(context)
 
-    def forget(self, key: bytes) -> None:
-        """Let nobody find the block with this key again."""
-        self.host.forget(key)
-        self.pool.forget(key)
+    def resize(self, num_blocks: int) -> int:
+        """Use so many blocks of the device from now on, but never fewer than a live context may come to need; how many.
+
+        What those hold that go is theirs until they end.
+        """
+        longest = max((context.max_token_limit for context in self.contexts()), default=0)
+        self.kv.resize(max(num_blocks, -(-longest // self.limits.block_size), 2))
+        return len(self.kv.pool)
 
     def check(self) -> None:
         """EngineError unless every block reference is explained by a live context."""
-        self.pool.check(c.block_table for c in self.contexts())
+        self.kv.check(self.contexts())
 
     # -- blocks ----------------------------------------------------------------
 
-    def _make_room(self, context: Context, count: int, now: float) -> bool:
+    def _make_room(self, context: Context, count: int, now: float, wall: float) -> bool:
         """Give ``context`` the blocks for ``count`` more tokens, preempting from the end of the order if need be."""
-        missing = self._blocks_missing(context, context.num_computed + count)
-        while missing > self.pool.num_free:
-            victim = self._victim(context)
-            why = f"{missing} blocks missing, {self.pool.num_free} free"
-            self._preempt(victim, now, why, keep=self.host.books().total > 0)
+        tokens = context.num_computed + count
+        while (missing := self.kv.missing(context, tokens)) > self.kv.pool.num_free:
+            victim = self._victim(context, wall)
+            why = f"{missing} blocks missing, {self.kv.pool.num_free} free"
+            self._preempt(victim, now, why, keep=self.keeps)
             if victim is context:
                 return False
-        context.block_table += self.pool.allocate(missing)
+        self.kv.grow(context, tokens)
         return True
 
-    def _victim(self, context: Context) -> Context:
-        """Who gives blocks up for ``context``; itself when nobody behind it would free any."""
+    @property
+    def keeps(self) -> bool:
+        """Is there a place for KV that leaves the device?"""
+        return self.kv.host.books().total > 0 or self.kv.disk is not None
+
+    def _victim(self, context: Context, wall: float) -> Context:
+        """Who gives blocks up for ``context``: who waits for the disk, then who runs, the last of the order first;
+        itself when nobody behind it would free any.
+        """
+        place = self.order(context, wall)
         behind = self.running[self.running.index(context) :]
-        freed = [sum(not self.pool.shared(block) for block in each.block_table) for each in behind]
+        behind += [each for each in self.arriving if self.order(each, wall) > place]
+        shared = self.kv.pool.shared
+        freed = [sum(b != NO_BLOCK and not shared(b) for b in each.block_table) for each in behind]
         return behind[preemption.choose_victim(freed) or 0]
 
     def _preempt(self, context: Context, now: float, reason: str, *, keep: bool) -> None:
@@ -241,139 +194,135 @@ class Scheduler:
         Its full blocks are in the cache. With ``keep`` their content goes to host memory when somebody else gets them,
         and comes back; what does not is computed again.
         """
-        self.running.remove(context)
+        arriving = context.state is ContextState.SWAPPING_IN
+        self._list_of(context).remove(context)
         context.preemptions += 1
         self.preemptions += 1
-        if keep:
+        if keep and not arriving:
             context.move(ContextState.SWAPPING_OUT, now, reason)
             context.move(ContextState.SWAPPED, now, f"{context.num_published} blocks are kept")
         else:
             context.move(ContextState.PREEMPTED, now, reason)
             context.move(ContextState.WAITING, now, "recompute")
-        self._release(context)
+        self.kv.release(context)
         context.num_computed = context.num_published = 0
         self.waiting.append(context)
 
-    def _evicted(self, block: int, key: bytes, token_ids: tuple[int, ...]) -> None:
-        """Cached content is about to leave the device."""
-        slot = self.host.put(key, token_ids)
-        if slot is not None:
-            self._moves.append(Move(Way.OUT, block, slot))
-
-    def _planned_moves(self) -> tuple[Move, ...]:
-        moves, self._moves = tuple(self._moves), []
-        return moves
-
-    def _release(self, context: Context) -> None:
-        self.pool.release(context.block_table, self._step)
-        context.block_table = []
-        if not self._in_flight:
-            self.pool.complete(self._step)
-
-    def _blocks_missing(self, context: Context, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_size) - len(context.block_table)
+    def _list_of(self, context: Context) -> list[Context]:
+        if context.state is ContextState.RUNNING:
+            return self.running
+        return self.arriving if context.state is ContextState.SWAPPING_IN else self.waiting
 
     # -- admission -------------------------------------------------------------
 
     def _admit(self, chunks: list[Chunk], budget: int, now: float, wall: float) -> None:
-        self.waiting.sort(key=lambda context: self._order(context, wall))
-        while self.waiting and budget > 0 and len(self.running) < self._most_running:
-            context = self.waiting[0]
-            found = self._found(context)
-            if not self._fits(context, [block for block in found if block is not None]):
+        self.waiting.sort(key=lambda context: self.order(context, wall))
+        coming = self._coming()
+        position = 0
+        while position < len(self.waiting) and budget > 0 and self._active < self.most_running:
+            context = self.waiting[position]
+            found = self.kv.find(context)
+            if self._will_be_found(context, len(found), coming):
+                position += 1  # somebody is computing the same tokens: they are worth a step of waiting
+                continue
+            if not self.fits(context, found):
                 break
-            self.waiting.pop(0)
+            self.waiting.pop(position)
             self._start(context, found, now)
-            for other in self.waiting:
+            for other in self.waiting[position:]:
                 other.bypassed += other.request.arrival < context.request.arrival
-            count = min(context.num_tokens - context.num_computed, budget)
-            context.block_table += self.pool.allocate(self._blocks_missing(context, context.num_computed + count))
-            chunks.append(Chunk(context, context.num_computed, count))
-            budget -= count
+            if context.state is ContextState.RUNNING:
+                coming |= self._to_compute(context)
+                self._share_tail(context)
+                count = min(context.num_tokens - context.num_computed, budget)
+                self.kv.grow(context, context.num_computed + count)
+                chunks.append(Chunk(context, context.num_computed, count))
+                budget -= count
 
-    def _fits(self, context: Context, hits: Sequence[int]) -> bool:
+    @property
+    def _active(self) -> int:
+        return len(self.running) + len(self.arriving)
+
+    def fits(self, context: Context, found: Sequence[Place]) -> bool:
+        """May it start now, with so much of it found?"""
+        here = [place for place in found if not isinstance(place, Away) and place != NO_BLOCK]
+        unneeded = len(here) + sum(place == NO_BLOCK for place in found)
         needed_now = -(-context.num_tokens // self.limits.block_size)
         return admit(
-            free_blocks=self.pool.num_free - self.pool.free_among(hits),
-            needed_now=needed_now - len(hits),
-            estimated_total=self._expected_blocks(context) - len(hits),
-            running_remaining=[max(0, self._expected_blocks(c) - len(c.block_table)) for c in self.running],
+            free_blocks=self.kv.pool.num_free - self.kv.pool.free_among(here),
+            needed_now=needed_now - unneeded,
+            estimated_total=self.expected_blocks(context) - unneeded,
+            running_remaining=[
+                max(0, self.expected_blocks(c) - len(c.block_table)) for c in (*self.running, *self.arriving)
+            ],
         )
 
-    def _expected_blocks(self, context: Context) -> int:
+    def expected_blocks(self, context: Context) -> int:
+        """Blocks it is expected to have had by its end."""
         return estimate_blocks(context.num_tokens, context.remaining_tokens, self.limits.block_size, EXPECTED_SHARE)
 
-    def _start(self, context: Context, found: Sequence[int | None], now: float) -> None:
-        """Run a context from the blocks ``found``; None: its content is copied in from host memory."""
-        away = [index for index, block in enumerate(found) if block is None]
-        self._count_in(context, len(away), now)
-        self.pool.take(block for block in found if block is not None)  # first, that they are not given out below
-        slots = [self.host.take(context.block_keys[index]) for index in away]  # nor these written to
-        table = list(found)
-        for index, slot, block in zip(away, slots, self.pool.allocate(len(away)), strict=True):
-            table[index] = block
-            self.pool.publish(block, context.block_keys[index], self._block_tokens(context, index))
-            self._moves.append(Move(Way.IN, block, slot))
-        context.block_table = [block for block in table if block is not None]
-        context.num_computed = len(found) * self.limits.block_size
-        context.num_published = len(found)
+    def _start(self, context: Context, found: Sequence[Place], now: float) -> None:
+        """Give a context the blocks found; it runs at once, or when those on disk have arrived."""
+        away = [place for place in found if isinstance(place, Away)]
+        self._count_in(context, away, now)
+        if not self.kv.hold(context, found):
+            self.arriving.append(context)
+            return
+        self._run(context, now)
+
+    def _run(self, context: Context, now: float, remark: str = "") -> None:
         if context.cached_tokens is None:
             context.cached_tokens = min(context.num_computed, len(context.request.prompt_token_ids))
             context.max_computed = context.num_computed
         if context.started is None:
             context.started = now
-        context.move(ContextState.RUNNING, now, f"admitted with {context.num_computed} cached tokens")
+        context.move(ContextState.RUNNING, now, f"admitted with {context.num_computed} cached tokens{remark}")
         self.running.append(context)
 
+    def _take_up(self, now: float) -> None:
+        """Run those whose KV has come from disk, or will not."""
+        for context, lost in self.kv.arrived():
+            self.arriving.remove(context)
+            self._run(context, now, f"; {lost} blocks did not come from disk" if lost else "")
+
     @staticmethod
-    def _count_in(context: Context, away: int, now: float) -> None:
-        """The states between waiting and running of a context with so many blocks in host memory."""
+    def _count_in(context: Context, away: Sequence[Away], now: float) -> None:
+        """The states between waiting and running of a context whose KV lies there."""
         if away:
+            places = " and ".join(sorted({str(place) for place in away}))
             if context.state is ContextState.WAITING:
-                context.move(ContextState.SWAPPED, now, "found in host memory")
-            context.move(ContextState.SWAPPING_IN, now, f"{away} blocks from host memory")
+                context.move(ContextState.SWAPPED, now, f"found in {places} memory")
+            context.move(ContextState.SWAPPING_IN, now, f"{len(away)} blocks from {places} memory")
         elif context.state is ContextState.SWAPPED:
-            context.move(ContextState.WAITING, now, "nothing of it is in host memory")
+            context.move(ContextState.WAITING, now, "nothing of it was kept")
 
-    def _found(self, context: Context) -> list[int | None]:
-        """Where the longest prefix lies that is kept: a block, or None for host memory.
+    # -- what others compute ---------------------------------------------------
 
-        At least one token is left to compute, else nothing is sampled.
-        """
-        self._extend_keys(context)
+    def _coming(self) -> set[bytes]:
+        """Keys of blocks that those who run have still to compute, of what they know of their tokens."""
+        return set().union(*(self._to_compute(context) for context in self.running)) if self.waiting else set()
+
+    def _to_compute(self, context: Context) -> set[bytes]:
+        return set(context.block_keys[context.num_computed // self.limits.block_size :])
+
+    def _will_be_found(self, context: Context, found: int, coming: set[bytes]) -> bool:
+        """Is the next part of it being computed for somebody else? Then a burst of equal prompts costs one."""
         usable = (context.num_tokens - 1) // self.limits.block_size
-        found: list[int | None] = []
-        for index, key in enumerate(context.block_keys[:usable]):
-            tokens = self._block_tokens(context, index)
-            block = self.pool.find(key, tokens)
-            if block is None and self.host.find(key, tokens) is None:
-                break
-            found.append(block)
-        return found
+        worth = -(-WORTH_WAITING_TOKENS // self.limits.block_size)
+        wanted = context.block_keys[found : min(usable, found + worth)]
+        return len(wanted) == worth and coming.issuperset(wanted)
 
-    def _block_tokens(self, context: Context, index: int) -> list[int]:
-        size = self.limits.block_size
-        return context.token_ids[index * size : (index + 1) * size]
-
-    def _extend_keys(self, context: Context) -> None:
-        size = self.limits.block_size
-        done = len(context.block_keys)
-        parent = context.block_keys[-1] if done else context.namespace
-        context.block_keys += prefix.chain(parent, context.token_ids[done * size :], size)
-
-    def _publish(self, context: Context) -> None:
-        size = self.limits.block_size
-        full = context.num_computed // size
-        if full > context.num_published:
-            self._extend_keys(context)
-            for index in range(context.num_published, full):
-                tokens = self._block_tokens(context, index)
-                self.pool.publish(context.block_table[index], context.block_keys[index], tokens)
-            context.num_published = full
+    def _share_tail(self, context: Context) -> None:
+        """Generations of one prompt share its last block too, until one of them writes to it."""
+        group = context.request.group
+        if group is not None:
+            mates = (c for c in self.running if c is not context and c.request.group == group)
+            next((mate for mate in mates if self.kv.share_tail(context, mate)), None)
 
     # -- order -----------------------------------------------------------------
 
-    def _order(self, context: Context, wall: float) -> tuple[float, ...]:
+    def order(self, context: Context, wall: float) -> tuple[float, ...]:
+        """Its place: the smallest starts first, and gives its blocks up last."""
         request = context.request
         left = context.max_token_limit - context.num_computed
         view = OrderView(request.tier, request.arrival, left, context.bypassed)
@@ -389,3 +338,8 @@ class Scheduler:
         for context in late:
             self.end(context, ContextState.EXPIRED, now, "its deadline passed while waiting")
         return tuple(late)
+
+
+def _filled(move: Move) -> int:
+    """The block of the device that a move fills; NO_BLOCK if it fills none."""
+    return {Way.IN: move.block, Way.COPY: move.slot}.get(move.way, NO_BLOCK)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.blocks import Books, Place
-from engine.context import EVENTS_KEPT, Context, Edge
-from engine.protocol import EngineLimits
+from engine.context import EVENTS_KEPT, NO_BLOCK, Context, Edge
+from engine.kv_cache import Away
+from engine.protocol import DiskStats, EngineLimits
 from engine.scheduler import Scheduler
 from engine.tiers import HostBooks
 from policies.types import ContextState
@@ -22,7 +23,8 @@ EARLIER = "earlier"  # than the edges kept: in which states that time was spent 
 
 Ending = Literal["eos", "stop string", "length", "cancelled", "failed", "expired"]
 WaitReason = Literal["batch_full", "blocks", "behind", "next_step"]
-BlockUse = tuple[int, ...] | Literal["free", "cached", "fenced", "unexplained"]  # the contexts that hold it, or neither
+# the contexts that hold it, or what it is instead
+BlockUse = tuple[int, ...] | Literal["free", "cached", "pinned", "fenced", "arriving", "retired", "unexplained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class EngineSnapshot:
     block_bytes: int
     pool: Books
     host: HostBooks
+    disk: DiskStats
+    supply: tuple[int, ...]  # bytes of the device that could be freed at or below each price of policies.pricing
     states: dict[str, int]  # state → live contexts in it
     contexts: tuple[ContextSnapshot, ...]  # those that run, then the queue in its order
     blocks: tuple[BlockUse, ...]
@@ -108,7 +112,9 @@ def take_snapshot(
     contexts: Iterable[Context],
     ended: Iterable[EndedContext],
     *,
-    kv_bytes: int,
+    block_bytes: int,
+    disk: DiskStats,
+    supply: tuple[int, ...],
     awake: bool,
     now: float,
     wall: float,
@@ -117,29 +123,37 @@ def take_snapshot(
 
     Args:
         contexts: all that live, whatever the scheduler thinks of them.
-        kv_bytes: of the whole pool.
+        block_bytes: of one KV block.
         now: monotonic seconds.
         wall: seconds since the epoch; ages the queue as the scheduler does.
     """
-    pool, size, live = scheduler.pool, scheduler.limits.block_size, list(contexts)
-    block_bytes = kv_bytes // max(1, len(pool))
+    pool, size, live = scheduler.kv.pool, scheduler.limits.block_size, list(contexts)
     references = pool.references()
+    arriving = scheduler.kv.arriving_blocks
     waits = _waits(scheduler, wall)
     live.sort(key=lambda c: waits[c.context_id].position if c.context_id in waits else 0)
-    owners = _owners(live, len(pool))
+    owners = _owners(live, len(references))
     return EngineSnapshot(
         at=now,
         wall=wall,
         awake=awake,
         limits=scheduler.limits,
-        max_running=scheduler._most_running,
+        max_running=scheduler.most_running,
         block_bytes=block_bytes,
         pool=pool.books(),
-        host=scheduler.host.books(),
+        host=scheduler.kv.host.books(),
+        disk=disk,
+        supply=supply,
         states={str(state): count for state, count in Counter(c.state for c in live).items()},
         contexts=tuple(_context(c, references, block_bytes, size, waits.get(c.context_id), now) for c in live),
-        blocks=tuple(_use(place, held_by) for place, held_by in zip(pool.places(), owners, strict=True)),
-        unfreed_blocks=sum(refs > len(held_by) for refs, held_by in zip(references, owners, strict=True)),
+        blocks=tuple(
+            _use(place, held_by, block in arriving)
+            for block, (place, held_by) in enumerate(zip(pool.places(), owners, strict=True))
+        ),
+        unfreed_blocks=sum(
+            refs > len(held_by) + (block in arriving)
+            for block, (refs, held_by) in enumerate(zip(references, owners, strict=True))
+        ),
         ended=tuple(ended),
     )
 
@@ -186,13 +200,19 @@ def seconds_in_states(context: Context, now: float) -> dict[str, float]:
 
 # -- inside ----------------------------------------------------------------------
 
-_WORDS: dict[Place, BlockUse] = {Place.FREE: "free", Place.CACHED: "cached", Place.FENCED: "fenced"}
+_WORDS: dict[Place, BlockUse] = {
+    Place.FREE: "free",
+    Place.CACHED: "cached",
+    Place.PINNED: "pinned",
+    Place.FENCED: "fenced",
+    Place.RETIRED: "retired",
+}
 
 
 def _context(
     context: Context, references: Sequence[int], block_bytes: int, block_size: int, wait: Wait | None, now: float
 ) -> ContextSnapshot:
-    request, table = context.request, context.block_table
+    request, table = context.request, [block for block in context.block_table if block != NO_BLOCK]
     return ContextSnapshot(
         context_id=context.context_id,
         request_id=request.request_id,
@@ -224,25 +244,25 @@ def _context(
 def _owners(contexts: Iterable[Context], num_blocks: int) -> list[list[int]]:
     owners: list[list[int]] = [[] for _ in range(num_blocks)]
     for context in contexts:
-        for block in context.block_table:
+        for block in (block for block in context.block_table if block != NO_BLOCK):
             owners[block].append(context.context_id)
     return owners
 
 
-def _use(place: Place, owners: Sequence[int]) -> BlockUse:
+def _use(place: Place, owners: Sequence[int], arriving: bool) -> BlockUse:
     if place is Place.HELD:
-        return tuple(owners) or "unexplained"
+        return tuple(owners) or ("arriving" if arriving else "unexplained")
     return _WORDS[place]
 
 
 def _waits(scheduler: Scheduler, wall: float) -> dict[int, Wait]:
     """Context id → what it waits for, by the scheduler's own order and bounds."""
-    queue = sorted(scheduler.waiting, key=lambda context: scheduler._order(context, wall))
-    promised = sum(max(0, scheduler._expected_blocks(c) - len(c.block_table)) for c in scheduler.running)
-    free = scheduler.pool.num_free
+    queue = sorted(scheduler.waiting, key=lambda context: scheduler.order(context, wall))
+    promised = sum(max(0, scheduler.expected_blocks(c) - len(c.block_table)) for c in scheduler.running)
+    free = scheduler.kv.pool.num_free
     found: dict[int, Wait] = {}
     for position, context in enumerate(queue, 1):
-        wanted = scheduler._expected_blocks(context)
+        wanted = scheduler.expected_blocks(context)
         reason: WaitReason = "behind"
         said = f"{position - 1} before it; wants {wanted} blocks"
         if position == 1:
@@ -253,11 +273,11 @@ def _waits(scheduler: Scheduler, wall: float) -> dict[int, Wait]:
 
 def _first_waits(scheduler: Scheduler, context: Context, expected: int, promised: int) -> tuple[WaitReason, int, str]:
     """Why the first of the queue does not run yet, and the blocks it wants beside those found in the cache."""
-    hits = [block for block in scheduler._found(context) if block is not None]
-    wanted = expected - len(hits)
-    running = len(scheduler.running)
-    if running >= scheduler._most_running:
-        return "batch_full", wanted, f"a place: {running} of {scheduler._most_running} run"
-    if not scheduler._fits(context, hits):
-        return "blocks", wanted, f"{wanted} blocks: {scheduler.pool.num_free} free, {promised} of them promised"
+    found = scheduler.kv.find(context)
+    wanted = expected - sum(not isinstance(place, Away) for place in found)
+    running = len(scheduler.running) + len(scheduler.arriving)
+    if running >= scheduler.most_running:
+        return "batch_full", wanted, f"a place: {running} of {scheduler.most_running} run"
+    if not scheduler.fits(context, found):
+        return "blocks", wanted, f"{wanted} blocks: {scheduler.kv.pool.num_free} free, {promised} of them promised"
     return "next_step", wanted, "the next step"

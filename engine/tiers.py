@@ -1,4 +1,4 @@
-"""Owns the books of KV below the device: which blocks' content lies in host memory, and where. Torch-free.
+"""Owns the books of KV in host memory, and the words for copies between the tiers. Torch-free.
 
 A block is found by the same key on every tier (design section 8). So a preempted generation, a session between turns
 and a sleeping model need no bookkeeping of their own: what leaves the device under its key is found again by it, and
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +20,7 @@ class Way(StrEnum):
 
     OUT = "out"  # device → host
     IN = "in"  # host → device
+    COPY = "copy"  # device → device: a shared block that is about to be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,17 @@ class Move:
 
     way: Way
     block: int  # on the device
-    slot: int  # in host memory
+    slot: int  # in host memory; of a COPY, the block on the device that is filled
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """One block's content to go to disk. It is read in its place among the moves, and written behind the step."""
+
+    key: bytes
+    token_ids: tuple[int, ...]
+    place: int  # a block, or a slot in host memory
+    host: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +60,31 @@ class HostBooks:
     moved_in: int  # blocks copied back, ever
 
 
+def _drop(key: bytes, entry: HostEntry) -> None:
+    """What is dropped is lost."""
+
+
+def _none(key: bytes) -> bool:
+    """Nothing is pinned."""
+    return False
+
+
 class HostTier:
-    """Which content lies in which slot; least recently used content is dropped first.
+    """Which content lies in which slot; least recently used content is dropped first, pinned content last.
 
     Chains are evicted from their end, and slots given out from theirs: what adjoined on the device adjoins here.
     """
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(
+        self,
+        capacity_blocks: int,
+        on_evict: Callable[[bytes, HostEntry], None] = _drop,
+        pinned: Callable[[bytes], bool] = _none,
+    ) -> None:
+        """``on_evict`` is told of content that makes room for other, before its slot is written to."""
         self._capacity = capacity_blocks
+        self._on_evict = on_evict
+        self._pinned = pinned
         self._free = [-slot for slot in reversed(range(capacity_blocks))]  # a heap that gives the highest slot
         self._entries: OrderedDict[bytes, HostEntry] = OrderedDict()
         self._held: set[bytes] = set()  # about to be copied in: their slots must not be written before
@@ -96,6 +124,10 @@ class HostTier:
     def holds(self, key: bytes) -> bool:
         return key in self._entries
 
+    def entries(self) -> list[tuple[bytes, HostEntry]]:
+        """All content, least recently used first."""
+        return list(self._entries.items())
+
     def forget(self, key: bytes) -> None:
         """Drop one block's content."""
         entry = self._entries.pop(key, None)
@@ -113,8 +145,19 @@ class HostTier:
 
     def _room(self) -> int | None:
         if not self._free:
-            oldest = next((key for key in self._entries if key not in self._held), None)
+            oldest = self._oldest()
             if oldest is None:
                 return None
+            self._on_evict(oldest, self._entries[oldest])
             self.forget(oldest)
         return -heapq.heappop(self._free)
+
+    def _oldest(self) -> bytes | None:
+        pinned = None
+        for key in self._entries:
+            if key in self._held:
+                continue
+            if not self._pinned(key):
+                return key
+            pinned = pinned or key
+        return pinned

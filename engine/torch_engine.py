@@ -84,8 +84,13 @@ class TorchEngine(EngineCore):
             if way is Way.OUT:
                 places = {move.slot: move.block for move in group}  # a slot written twice: the later counts
                 self._kv.copy_blocks(self._host_kv, [(block, slot) for slot, block in places.items()], size)
-            else:
+            elif way is Way.IN:
                 self._host_kv.copy_blocks(self._kv, [(move.slot, move.block) for move in group], size)
+            else:
+                self._kv.copy_blocks(self._kv, [(move.block, move.slot) for move in group], size)
+
+    def _keep_memory(self, blocks: int) -> None:
+        self._kv.keep(blocks, self.limits.block_size)
 
     def _give_back(self) -> None:
         self._weights.sleep()

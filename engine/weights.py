@@ -5,6 +5,11 @@ arena that follows the file's own order, so that adjoining tensors are one copy,
 Embedding tables on the CPU stay in the map: a step reads a few rows of them. Parameters the file holds in another
 floating dtype are converted while they are copied. Those it does not hold at all (a renamed or computed tensor) keep a
 private copy in memory, and are counted.
+
+So the files must stay what they were when the fingerprint was taken: all KV is found by it. ``wake`` refuses files that
+were written over or replaced. Nobody looks while the model is awake: what lies in arenas and in oneDNN's layout is a
+copy and stays as it was, but an embedding table in the map changes at once when its file is written over in place (a
+private mapping shows the file's pages until they are written). New weights go beside the old ones and are renamed.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import os
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +28,7 @@ from typing import Protocol
 import torch
 
 from engine.linear import PackedLinear, packable
-from policies.errors import LoadFailed
+from policies.errors import EngineError, LoadFailed
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
 
@@ -38,6 +44,19 @@ class StoredTensor:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """By what a file is known to be another one, or written to."""
+
+    nbytes: int
+    modified_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
 class WeightFile:
     """One memory-mapped safetensors file (format: 8-byte header length, JSON header, data section without holes)."""
 
@@ -49,6 +68,7 @@ class WeightFile:
                 raise LoadFailed(f"{path.name}: header of {header_bytes} bytes; not a safetensors file")
             header = file.read(header_bytes)
             # private and never written: torch warns about read-only buffers, and unwritten pages stay file pages
+            self.stamp = Stamp.of(os.fstat(file.fileno()))
             self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self.data_start = 8 + header_bytes
         entries = json.loads(header)
@@ -66,6 +86,18 @@ class WeightFile:
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Bytes ``begin..end`` of the data section as a ``uint8`` view of the map; never written."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin, offset=self.data_start + begin)
+
+    def check(self) -> None:
+        """EngineError when the file under this name is not the one that was mapped, or was written to since."""
+        try:
+            found = Stamp.of(self.path.stat())
+        except OSError as error:
+            raise EngineError(f"{self.path}, which this model was loaded from, cannot be read: {error}") from error
+        if found != self.stamp:
+            raise EngineError(
+                f"{self.path} is not what this model was loaded from (then {self.stamp}, now {found}): it must be "
+                "loaded again"
+            )
 
     def digest(self) -> bytes:
         """sha256 over the whole file, header included."""
@@ -200,7 +232,12 @@ class Weights:
             store.give_back()
 
     def wake(self) -> None:
-        """Allocate and fill everything again; RuntimeError or MemoryError leaves it asleep."""
+        """Allocate and fill everything again; RuntimeError or MemoryError leaves it asleep.
+
+        EngineError, before anything is filled, when a weight file has changed.
+        """
+        for file in self._files:
+            file.check()
         try:
             for store in self._stores:
                 store.take_again()

@@ -35,6 +35,7 @@ LOWEST_PRIORITY = 19
 REDEEMED_KEPT = 512
 
 S = ModelState
+UP = (S.READY, S.DRAINING, S.SLEEPING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,15 +241,27 @@ class EngineHost:
             return error
         return snapshot
 
-    async def forget_session(self, session: str) -> int | OrchestratorError:
-        """Drop the KV that only this session (``tenant/session``) left here; asleep too. How many blocks there were."""
+    async def kv_sessions(self) -> tuple[str, ...]:
+        """Whose KV may be here, or on this node's disk."""
+        if self._state in (S.COLD, S.LOADING, S.FAILED):
+            return ()
+        found: tuple[str, ...] = await self._call(lambda engine: engine.sessions())
+        return found
+
+    async def forget_sessions(self, sessions: tuple[str, ...]) -> int | OrchestratorError:
+        """Drop the KV that only these sessions (``tenant/session``) left; asleep too. How many blocks there were."""
         if self._state in (S.COLD, S.LOADING, S.FAILED):
             return 0
         try:
-            dropped: int = await self._call(lambda engine: engine.forget_session(session))
+            dropped: int = await self._call(lambda engine: sum(map(engine.forget_session, sessions)))
         except OrchestratorError as error:
             return error
         return dropped
+
+    async def close(self) -> None:
+        """The process is about to be ended: put on disk what KV is worth it."""
+        if self._state in UP:
+            await self._call(lambda engine: engine.close())
 
     def _report(self) -> HostReport:
         held = self._state in (S.LOADING, S.WARMING, S.READY, S.DRAINING, S.WAKING)

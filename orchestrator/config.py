@@ -136,11 +136,19 @@ class TenantConfig(Section):
     demo_key: str | None = Field(None, description="a key in plain text; only while http.host is loopback")
     max_concurrent: int = Field(64, ge=1, description="requests in flight")
     max_reserved_tokens: int = Field(1_000_000, ge=1, description="prompt + max_tokens over requests in flight")
+    kv_pin: ByteSize = Field(ByteSize(0), description="KV that prompt_cache_retention may pin, in each host")
     admin: bool = Field(False, description="may use /admin")
 
     @property
     def key_hashes(self) -> tuple[str, ...]:
         return self.key_sha256 + ((hash_key(self.demo_key),) if self.demo_key else ())
+
+
+class KVDiskConfig(Section):
+    """KV below host memory, shared by all models of a node."""
+
+    size: ByteSize = Field(ByteSize(0), description="bytes of disk for KV; 0: none")
+    directory: UserPath | None = Field(None, description="on a local disk, for this service alone; none: in state_dir")
 
 
 class SessionConfig(Section):
@@ -167,6 +175,7 @@ class Config(Section):
     redis: RedisConfig = RedisConfig()
     ray: RayConfig = RayConfig()
     sessions: SessionConfig = SessionConfig()
+    kv_disk: KVDiskConfig = KVDiskConfig()
     pool: PoolConfig = PoolConfig()
     devices: tuple[DeviceConfig, ...] = Field(min_length=1)
     models: tuple[ModelConfig, ...] = Field(min_length=1)
@@ -196,6 +205,10 @@ class Config(Section):
                 f"demo_key of {', '.join(demo)}: only allowed while http.host is loopback, not {self.http.host}"
             )
         return self
+
+    @property
+    def kv_directory(self) -> Path:
+        return self.kv_disk.directory or self.state_dir / "kv"
 
     def model(self, name: str) -> ModelConfig:
         return next(m for m in self.models if m.name == name)

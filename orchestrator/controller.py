@@ -11,13 +11,16 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
+from engine.disk import DiskStore
+from engine.disk_index import DiskUnavailable
 from model_pool.effects import HostRef, ModelSpec, ModelStatus, Placement, PoolEvent, RoutingTable
 from model_pool.host import NAMESPACE, HostPicture, HostSpec, start_host
 from model_pool.ledger import DeviceBooks
@@ -31,11 +34,14 @@ from policies.errors import HostLost, LoadFailed, ModelLoading, OrchestratorErro
 from policies.registry import RESIDENCY
 from policies.types import ModelState, Tier
 
+Result = TypeVar("Result")
+
 NAME = "controller"
 TICK_SECONDS = 0.25
 ROUTES_SECONDS = 10.0  # how long a long poll for routes waits
 EVENTS_KEPT = 2_000
 ANSWER_SECONDS = 5.0  # a host that is up and says nothing for this long is looked at; for as long again: ended
+CLOSE_SECONDS = 8.0  # that a host gets to put KV on disk before it is ended
 UP = (ModelState.READY, ModelState.DRAINING, ModelState.SLEEPING)
 
 
@@ -50,6 +56,7 @@ class PoolPlan:
     settings: PoolSettings
     preload: tuple[str, ...]
     log_path: str
+    kv_disk: tuple[str, int] | None = None  # directory and bytes; None: there is no disk tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,14 @@ class PoolPicture:
     models: tuple[ModelPicture, ...]
     books: tuple[DeviceBooks, ...]
     pid: int  # of the controller
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What became of the KV of sessions that are gone."""
+
+    blocks: int  # on the devices and in host memory
+    not_reached: tuple[str, ...]  # why, of each host
 
 
 class Controller:
@@ -177,6 +192,23 @@ class Controller:
         except OrchestratorError as error:
             return error
 
+    async def kv_sessions(self) -> list[str]:
+        """Every session whose KV may be somewhere, ``tenant/session``; the disk's without any host too."""
+        answers = await self._ask_all("kv_sessions")
+        held = {name for answer in answers if not isinstance(answer, OrchestratorError) for name in answer}
+        return sorted(held | set(await self._on_disk(DiskStore.sessions) or ()))
+
+    async def forget_sessions(self, sessions: Sequence[str]) -> Forgotten:
+        """Have every host, and the disk, drop the KV that only these sessions left."""
+        answers = await self._ask_all("forget_sessions", tuple(sessions))
+        await self._on_disk(lambda store: [store.forget(session) for session in sessions])
+        lost = tuple(answer.message for answer in answers if isinstance(answer, OrchestratorError))
+        return Forgotten(sum(answer for answer in answers if isinstance(answer, int)), lost)
+
+    async def close_hosts(self) -> None:
+        """The service is about to end: every host puts on disk what KV is worth it."""
+        await self._ask_all("close", seconds=CLOSE_SECONDS)
+
     # -- Effects: fire-and-forget ------------------------------------------------------
 
     def start_host(self, ref: HostRef, device: str) -> None:
@@ -259,8 +291,11 @@ class Controller:
 
     async def _unload(self, ref: HostRef) -> None:
         actor = self._actors.pop(ref, None)
-        self._pictures.pop(ref, None)
+        picture = self._pictures.pop(ref, None)
         if actor is not None:
+            if picture is not None and picture.report.state in UP:
+                with contextlib.suppress(RayError, TimeoutError):
+                    await asyncio.wait_for(actor.close.remote(), CLOSE_SECONDS)
             ray.kill(actor)
             await _until_dead(actor)
         self._pool.on_unloaded(ref, time.time())
@@ -277,6 +312,37 @@ class Controller:
             return HostLost(f"{ref.name}: {_said(error)}")
         except RayError as error:
             return LoadFailed(f"{ref.name}: {verb}: {_said(error)}")
+
+    async def _ask_all(self, verb: str, *args: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
+        """The answers of all hosts that are up; an error as a value where there is none."""
+
+        async def one(ref: HostRef) -> Any:
+            try:
+                return await asyncio.wait_for(getattr(self._actors[ref], verb).remote(*args), seconds)
+            except (RayError, TimeoutError, KeyError) as error:
+                return HostLost(f"{ref.name}: {verb}: {_said(error)}")
+
+        up = [ref for ref, picture in self._pictures.items() if picture.report.state in UP]
+        return await asyncio.gather(*map(one, up))
+
+    async def _on_disk(self, work: Callable[[DiskStore], Result]) -> Result | None:
+        """Do something with this node's disk tier, of whatever model; None without one, or when it fails."""
+        if self._plan.kv_disk is None:
+            return None
+        directory, capacity_bytes = self._plan.kv_disk
+
+        def run() -> Result:
+            store = DiskStore(Path(directory), capacity_bytes)
+            try:
+                return work(store)
+            finally:
+                store.close()
+
+        try:
+            return await asyncio.to_thread(run)
+        except DiskUnavailable as error:
+            self._log.warning("kv_disk_unavailable", cause=str(error))
+            return None
 
     # -- watching ------------------------------------------------------------------------
 
@@ -376,6 +442,12 @@ async def _until_dead(actor: Any) -> None:
 def _said(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def close_hosts() -> None:
+    """Have the running controller's hosts put their KV on disk, if there is one; within ``CLOSE_SECONDS``."""
+    with contextlib.suppress(RayError, ValueError, TimeoutError):
+        ray.get(ray.get_actor(NAME, namespace=NAMESPACE).close_hosts.remote(), timeout=CLOSE_SECONDS + 1)
 
 
 def get_controller(plan: PoolPlan) -> Any:

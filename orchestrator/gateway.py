@@ -31,8 +31,9 @@ from orchestrator.config import Config
 from orchestrator.controller import NAME as CONTROLLER
 from orchestrator.controller import PoolPicture
 from orchestrator.detached import start_detached
+from orchestrator.forgetting import Forgetting
 from orchestrator.generation import Generator, Routes
-from orchestrator.links import Links, forget_session, snapshot_of
+from orchestrator.links import Links, snapshot_of
 from orchestrator.logs import event_logger
 from orchestrator.metrics import GatewayMetrics, expose
 from orchestrator.tenants import Tenants
@@ -43,6 +44,7 @@ from session_store.store import SessionStore
 
 app = FastAPI(title="context-orchestrator", docs_url=None, redoc_url=None, openapi_url=None)
 PICTURE_SECONDS = 3.0
+FORGET_SECONDS = 10.0
 PUSH_SECONDS = 2.0
 
 
@@ -140,7 +142,10 @@ class Gateway:
 
     def _start_background(self) -> None:
         if not self._background:
-            self._background = (start_detached(self._routes.follow()), start_detached(self._push_metrics()))
+            forgetting = Forgetting(self._controller, self._store, [t.name for t in self._config.tenants], self._log)
+            self._background = tuple(
+                start_detached(work) for work in (self._routes.follow(), self._push_metrics(), forgetting.run())
+            )
 
     async def _push_metrics(self) -> None:
         while True:
@@ -230,7 +235,7 @@ class Gateway:
     async def admin_delete_session(self, request: Request, tenant: str, session_id: str) -> Response:
         self._tenants.authenticate_admin(request.headers.get("authorization"))
         await self._store.delete_session(tenant, session_id)
-        dropped = await admin.forget_kv(await self._picture(), f"{tenant}/{session_id}", forget_session)
+        dropped = await self._forget(f"{tenant}/{session_id}")
         return _json({"tenant": tenant, "session_id": session_id, "deleted": True, **dropped})
 
     # -- inside -------------------------------------------------------------------------
@@ -240,6 +245,15 @@ class Gateway:
             return await asyncio.wait_for(self._controller.picture.remote(), PICTURE_SECONDS)
         except (RayError, TimeoutError):
             return None
+
+    async def _forget(self, session: str) -> dict[str, Any]:
+        """Have a deleted session's KV dropped; where that fails, ``forgetting`` sees to it within a minute."""
+        try:
+            async with asyncio.timeout(FORGET_SECONDS):
+                forgotten = await self._controller.forget_sessions.remote([session])
+        except (RayError, TimeoutError):
+            return {"kv_blocks_dropped": 0, "hosts_not_reached": ["the controller does not answer"]}
+        return {"kv_blocks_dropped": forgotten.blocks, "hosts_not_reached": forgotten.not_reached}
 
     async def _need_picture(self) -> PoolPicture:
         picture = await self._picture()

@@ -190,12 +190,6 @@ async def snapshot_of(host: str) -> EngineSnapshot | OrchestratorError:
     return answer
 
 
-async def forget_session(host: str, session: str) -> int | OrchestratorError:
-    """Have a host drop a session's KV; how many blocks there were, or why it does not say."""
-    answer: int | OrchestratorError = await _asked(host, lambda actor: actor.forget_session.remote(session))
-    return answer
-
-
 async def _asked(host: str, ask: Callable[[Any], Any]) -> Any:
     """A host's answer, or an error as a value: it is gone, or busy for more than ``ANSWER_SECONDS``."""
     try:

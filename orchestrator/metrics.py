@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from engine.protocol import EngineStats
 from orchestrator.aggregator import Collected, Family
 
 if TYPE_CHECKING:
@@ -85,6 +86,25 @@ def expose(families: Iterable[Family], pool: PoolPicture | None) -> bytes:
     return generate_latest(registry)
 
 
+KV_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("orchestrator_kv_blocks_used", "KV blocks held by generations", lambda stats: stats.kv_blocks_used),
+    ("orchestrator_kv_blocks_cached", "Free KV blocks holding reusable KV", lambda stats: stats.kv_blocks_cached),
+    ("orchestrator_kv_blocks_pinned", "Of them: pinned", lambda stats: stats.kv_blocks_pinned),
+    ("orchestrator_kv_blocks", "KV blocks of a host's pool", lambda stats: stats.kv_blocks_total),
+    ("orchestrator_kv_host_blocks_used", "KV blocks in host memory", lambda stats: stats.kv_host_blocks_used),
+    ("orchestrator_kv_host_blocks", "KV blocks host memory has room for", lambda stats: stats.kv_host_blocks_total),
+    ("orchestrator_kv_disk_bytes", "KV on the node's disk, of all models", lambda stats: stats.kv_disk.used_bytes),
+    ("orchestrator_kv_disk_written", "KV blocks a host wrote to disk", lambda stats: stats.kv_disk.written),
+    ("orchestrator_kv_disk_fetched", "KV blocks a host read from disk", lambda stats: stats.kv_disk.fetched),
+    ("orchestrator_kv_disk_missed", "KV blocks not found on disk, or damaged", lambda stats: stats.kv_disk.missed),
+    (
+        "orchestrator_kv_disk_out_of_use",
+        "1 while a host cannot use the disk",
+        lambda stats: bool(stats.kv_disk.problem),
+    ),
+)
+
+
 class _PoolCollector:
     """The controller's picture as metrics."""
 
@@ -99,11 +119,7 @@ class _PoolCollector:
         )
         memory = GaugeMetricFamily("orchestrator_model_memory_bytes", "Device bytes a host holds", labels=host)
         waiting = GaugeMetricFamily("orchestrator_model_waiting", "Requests waiting for a model", labels=["model"])
-        used = GaugeMetricFamily("orchestrator_kv_blocks_used", "KV blocks held by generations", labels=host)
-        cached = GaugeMetricFamily("orchestrator_kv_blocks_cached", "Free KV blocks holding reusable KV", labels=host)
-        total = GaugeMetricFamily("orchestrator_kv_blocks", "KV blocks of a host's pool", labels=host)
-        parked = GaugeMetricFamily("orchestrator_kv_host_blocks_used", "KV blocks in host memory", labels=host)
-        room = GaugeMetricFamily("orchestrator_kv_host_blocks", "KV blocks host memory has room for", labels=host)
+        kv = [(GaugeMetricFamily(name, text, labels=host), read) for name, text, read in KV_GAUGES]
         for entry in self._pool.models:
             labels = [entry.status.model, str(entry.number)]
             state.add_metric([*labels, str(entry.status.state)], 1)
@@ -111,12 +127,9 @@ class _PoolCollector:
             if entry.number == 0:
                 waiting.add_metric(labels[:1], entry.status.waiting)
             if entry.host is not None:
-                used.add_metric(labels, entry.host.stats.kv_blocks_used)
-                cached.add_metric(labels, entry.host.stats.kv_blocks_cached)
-                total.add_metric(labels, entry.host.stats.kv_blocks_total)
-                parked.add_metric(labels, entry.host.stats.kv_host_blocks_used)
-                room.add_metric(labels, entry.host.stats.kv_host_blocks_total)
-        yield from (state, memory, waiting, used, cached, total, parked, room)
+                for family, read in kv:
+                    family.add_metric(labels, read(entry.host.stats))
+        yield from (state, memory, waiting, *(family for family, _ in kv))
         for kind in ("budget", "held", "free"):
             device = GaugeMetricFamily(f"orchestrator_device_{kind}_bytes", "The ledger", labels=["device"])
             for book in self._pool.books:

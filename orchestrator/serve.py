@@ -28,7 +28,7 @@ from model_pool.slot import PoolSettings
 from orchestrator.aggregator import start_aggregator
 from orchestrator.cluster import PrivateCluster, check_port
 from orchestrator.config import Config, ModelConfig, load_config, named_by_environment
-from orchestrator.controller import PoolPlan, get_controller
+from orchestrator.controller import PoolPlan, close_hosts, get_controller
 from orchestrator.gateway import Gateway, GatewayPlan
 from policies.errors import LoadFailed, NotReachable, OrchestratorError
 from session_store.client import check_reachable
@@ -79,6 +79,7 @@ def pool_plan(config: Config, prepared: Prepared, log_path: Path) -> PoolPlan:
         ),
         preload=tuple(model.name for model in config.models if model.preload),
         log_path=str(log_path),
+        kv_disk=(str(config.kv_directory), int(config.kv_disk.size)) if config.kv_disk.size else None,
     )
 
 
@@ -107,6 +108,8 @@ def _host_spec(model: ModelConfig, path: Path | OrchestratorError | None, config
             max_waiting=model.max_waiting,
             ordering=model.ordering,
             kv_host_bytes=int(model.kv_host),
+            kv_disk_bytes=int(config.kv_disk.size),
+            kv_disk=str(config.kv_directory),
         ),
         dtype=model.dtype,
         fake=fake,
@@ -174,6 +177,8 @@ class Service:
             if self._redis is not None and self._cluster is not None and not self._cluster.alive:
                 self._redis.stop()  # first: Ray ends a driver whose cluster is gone
             if ray.is_initialized():
+                if self._cluster is not None and self._cluster.alive:
+                    close_hosts()
                 ray.shutdown()
             if self._cluster is not None:
                 self._cluster.stop()

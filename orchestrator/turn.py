@@ -13,11 +13,12 @@ import dataclasses
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.protocol import GenerationRequest, Output, SamplingParams, TokenLogprob, Usage
+from orchestrator.answers import Conversation, keep
 from orchestrator.choices import choice_requests, merged
 from orchestrator.config import ModelConfig, TenantConfig
 from orchestrator.generation import Generator, Progress
@@ -57,6 +58,7 @@ class Ask:
     session_id: str | None = None
     idempotency_key: str | None = None
     fingerprint: str | None = None  # of the body, to tell a retry from another request under the same key
+    pin_seconds: float = 0.0  # the session's KV is evicted last for so long
     turn_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     arrival: float = field(default_factory=time.time)
 
@@ -102,6 +104,18 @@ class _Prompt:
     truncation: TruncationRecord | None
 
 
+@dataclass(slots=True)
+class _Answer:
+    """The first answer of a turn, the only one that a session keeps."""
+
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+
+    def add(self, output: Output) -> None:
+        self.token_ids += output.token_ids
+        self.pieces.append(output.text)
+
+
 class TurnRunner:
     """Runs turns for one gateway."""
 
@@ -134,7 +148,7 @@ class TurnRunner:
             prompt = await asyncio.to_thread(self._prompt, ask, begun)  # long texts must not hold up other streams
             progress.truncation = prompt.truncation
             requests = choice_requests(self._request(ask, prompt), ask.n)
-            text: list[str] = []  # of the first answer, the only one that a session keeps
+            answer = _Answer()
             last: dict[int, Output] = {}
             outputs = merged(self._generator, requests, ask.model.name, progress)
             async with self._keeping(ask, begun, progress), contextlib.aclosing(outputs):
@@ -144,11 +158,11 @@ class TurnRunner:
                     last[index] = output
                     used = len(prompt.token_ids) + _completion_tokens(last)
                     if index == 0:
-                        text.append(output.text)
+                        answer.add(output)
                     if output.text or output.logprobs:
                         yield Piece(output.text, index, output.logprobs)
             done = _done(last, progress)
-            await asyncio.shield(self._spawn(self._commit(ask, begun, prompt, "".join(text), done)))
+            await asyncio.shield(self._spawn(self._commit(ask, begun, prompt, answer, done)))
             committed = True
             yield done
         finally:
@@ -189,16 +203,13 @@ class TurnRunner:
             token_ids = tokenizer.encode(ask.messages)
             return _Prompt(tuple(token_ids), _answer_limit(ask, len(token_ids)), None)
         items = (*begun.items, *_new_items(ask))
-        messages = [_message(item) for item in items]
-
-        def count(indices: Sequence[int]) -> int:
-            return tokenizer.count([messages[i] for i in indices], window)
-
+        kept = {at: item.ids for at, item in enumerate(items) if item.ids is not None and item.model == ask.model.name}
+        talk = Conversation(tokenizer, [_message(item) for item in items], kept)
         reply = ask.max_tokens or min(ask.model.default_max_tokens, window // REPLY_SHARE)
-        kept, record = fit([item.view() for item in items], window - reply, count)
+        sent, record = fit([item.view() for item in items], window - reply, lambda some: talk.count(some, window))
         if begun.truncated_store:
             record = dataclasses.replace(record, reason=f"{record.reason}; {begun.truncated_store} older items unread")
-        token_ids = tokenizer.encode([messages[i] for i in kept])
+        token_ids = talk.encode(sent)
         return _Prompt(tuple(token_ids), _answer_limit(ask, len(token_ids)), record)
 
     def _tokenizer(self, model: ModelConfig) -> ChatTokenizer:
@@ -233,11 +244,13 @@ class TurnRunner:
             tier=ask.tenant.tier,
             session=None if ask.session_id is None else f"{ask.tenant.name}/{ask.session_id}",
             arrival=ask.arrival,
+            pin_seconds=ask.pin_seconds,
+            pin_bytes=int(ask.tenant.kv_pin),
         )
 
     # -- end -----------------------------------------------------------------------
 
-    async def _commit(self, ask: Ask, begun: Begun | None, prompt: _Prompt, text: str, done: Done) -> None:
+    async def _commit(self, ask: Ask, begun: Begun | None, prompt: _Prompt, answer: _Answer, done: Done) -> None:
         used = done.prompt_tokens + done.completion_tokens
         if begun is None:
             try:
@@ -245,7 +258,7 @@ class TurnRunner:
             except StoreUnavailable as error:  # the answer stands; the reservation lapses by its TTL
                 self._log.warning("settle_failed", turn=ask.turn_id, cause=error.message)
             return
-        answer = Item(f"{ask.turn_id}-a", ask.turn_id, "assistant", text, time.time(), ask.model.name)
+        item = await asyncio.to_thread(_answer_item, ask, self._tokenizer(ask.model), prompt, answer)
         truncation = dataclasses.asdict(prompt.truncation) if prompt.truncation is not None else {}
         reply = {
             "model": ask.model.name,
@@ -254,7 +267,7 @@ class TurnRunner:
             "completion_tokens": done.completion_tokens,
             "cached_tokens": done.cached_tokens,
         }
-        await self._store.commit_turn(begun, [*_new_items(ask), answer], truncation, reply, used)
+        await self._store.commit_turn(begun, [*_new_items(ask), item], truncation, reply, used)
 
     async def _give_back(self, ask: Ask, begun: Begun | None, used_tokens: int) -> None:
         try:
@@ -310,6 +323,19 @@ def _new_items(ask: Ask) -> list[Item]:
         )
         for index, message in enumerate(ask.messages)
     ]
+
+
+def _answer_item(ask: Ask, tokenizer: ChatTokenizer, prompt: _Prompt, answer: _Answer) -> Item:
+    text = "".join(answer.pieces)
+    return Item(
+        item_id=f"{ask.turn_id}-a",
+        turn_id=ask.turn_id,
+        role="assistant",
+        content=text,
+        created=time.time(),
+        model=ask.model.name,
+        ids=keep(tokenizer.encoder, prompt.token_ids, answer.token_ids, text),
+    )
 
 
 def _message(item: Item) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Owns the shape of one conversation item, in memory and as the JSON that lies in Redis.
 
-The JSON carries a schema version ``v``. Keys this version does not know (content parts, token ids per
-model) are kept in ``extra`` and written back unchanged, so an older gateway does not lose what a newer one
-stored.
+The JSON carries a schema version ``v``. Keys this version does not know (content parts)
+are kept in ``extra`` and written back unchanged, so an older gateway does not lose what a newer one stored.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _FIELDS = frozenset(
     {
         "v", "item_id", "turn_id", "role", "content", "created",
-        "model", "name", "tool_calls", "tool_call_id", "pinned",
+        "model", "name", "tool_calls", "tool_call_id", "pinned", "ids",
     }
 )  # fmt: skip
 
@@ -40,6 +39,7 @@ class Item:
     tool_call_id: str | None = None  # which call a tool item answers
     pinned: bool = False
     name: str | None = None  # of the speaker or the tool, for templates that show it
+    ids: str | None = None  # how ``model`` said exactly this content (orchestrator.answers.keep)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,6 +65,7 @@ class Item:
             "tool_calls": self.tool_calls or None,
             "tool_call_id": self.tool_call_id,
             "pinned": self.pinned or None,
+            "ids": self.ids,
         }
         record.update((name, value) for name, value in optional.items() if value is not None)
         record.update(self.extra)
@@ -93,6 +94,7 @@ class Item:
             tool_call_id=record.get("tool_call_id"),
             pinned=record.get("pinned", False),
             name=record.get("name"),
+            ids=record.get("ids"),
             extra={name: value for name, value in record.items() if name not in _FIELDS},
         )
 

@@ -25,6 +25,12 @@ both.
 | co:{t}:usage         | hash   | none      | tokens, turns: monotone counters, one small hash per tenant
 | co:{t}:sessions      | zset   | sliding   | session id → last use (µs)
 
+All gateways together, a slot each.
+
+| key                  | type   | TTL       | holds
+|----------------------|--------|-----------|----------------------------------------------------------------
+| co:turn:<work>       | string | as asked  | there while a gateway has taken on this work for the others
+
 A tenant's name is percent-encoded (so it has no brace and no slash) and a session id has neither by its
 alphabet: ``("a/b", "c")`` is ``{a%2Fb/c}``, and the first slash always ends the tenant.
 """
@@ -105,6 +111,10 @@ def encode_tenant(tenant: str) -> str:
 def session_keys(tenant: str, session_id: str) -> SessionKeys:
     tag = f"{PREFIX}{{{encode_tenant(tenant)}/{check_session_id(session_id)}}}:"
     return SessionKeys(*(tag + name for name in SessionKeys.__slots__))
+
+
+def turn_key(work: str) -> str:
+    return f"{PREFIX}turn:{work}"
 
 
 def tenant_keys(tenant: str) -> TenantKeys:

@@ -6,6 +6,7 @@ not exist.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -14,7 +15,7 @@ from redis.asyncio.client import Pipeline
 from policies.errors import BadRequest, SessionNotFound
 from session_store.client import ScriptClient
 from session_store.items import Item
-from session_store.keys import session_keys, tenant_keys
+from session_store.keys import session_keys, tenant_keys, turn_key
 from session_store.records import SessionInfo, SessionPage, TenantUsage
 
 _META = ("version", "created_ms", "updated_ms")
@@ -97,6 +98,25 @@ class SessionReader:
         version, runs, _, _ = await self._client.read(build)
         if not runs:
             _check_exists(session_id, version)
+
+    async def missing(self, sessions: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Those of (tenant, session id) that are not here: they have no committed turn, and none runs."""
+        if not sessions:
+            return []
+
+        def build(pipe: Pipeline) -> None:
+            for tenant, session_id in sessions:
+                keys = session_keys(tenant, session_id)
+                pipe.exists(keys.meta, keys.lease)
+
+        found = await self._client.read(build)
+        return [session for session, there in zip(sessions, found, strict=True) if not there]
+
+    async def take_turn(self, work: str, seconds: float) -> bool:
+        """May this process do some work that one of all is enough for? Then no other may, for so long."""
+        key = turn_key(work)
+        (taken,) = await self._client.read(lambda pipe: pipe.set(key, "1", nx=True, px=int(seconds * 1000)))
+        return bool(taken)
 
     async def tenant_usage(self, tenant: str) -> TenantUsage:
         """What a tenant has used so far, and what it holds now (lapsed places may count until the next

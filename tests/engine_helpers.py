@@ -15,7 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.core import EngineCore
 from engine.fake import FakeEngine, FakeSettings
+from engine.kv_cache import KVCache
 from engine.protocol import EngineLimits, GenerationRequest, Output, SamplingParams
+from engine.scheduler import Scheduler
 from policies.types import Tier
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ def run_preempting(engine: EngineCore, every: int, *, forget: bool = False) -> d
         if number % every == 0 and scheduler.running:
             scheduler._preempt(scheduler.running[-1], 0.0, "test", keep=False)
             if forget:
-                scheduler.pool.clear_cache()
+                scheduler.kv.pool.clear_cache()
         engine.check()
     raise AssertionError("still at work after 5000 steps")
 
@@ -119,6 +121,19 @@ def run(engine: EngineCore, *requests: GenerationRequest) -> dict[str, Said]:
     for one in requests:
         engine.add(one)
     return drain(engine)
+
+
+def scheduler_of(limits: EngineLimits, blocks: int, host_blocks: int = 0) -> Scheduler:
+    return Scheduler(limits, KVCache(limits.block_size, blocks, host_blocks))
+
+
+def with_pool(engine: EngineCore, blocks: int, host_blocks: int = 0, **options: Any) -> Scheduler:
+    """Give an idle engine a KV pool and host memory of another size."""
+    options.setdefault("window", engine.report.window_tokens)
+    engine._kv_cache = KVCache(engine.limits.block_size, blocks, host_blocks, **options)
+    engine._carrier._cache = engine._kv_cache
+    engine._scheduler = Scheduler(engine.limits, engine._kv_cache)
+    return engine._scheduler
 
 
 def fake_engine(limits: EngineLimits | None = None, **settings: Any) -> FakeEngine:
@@ -187,27 +202,50 @@ def save_tiny(config: Any, path: Path, dtype: str = "float32", seed: int = 0) ->
     return path
 
 
+def scale_values(path: Path) -> None:
+    """Write over some weights of a safetensors file in place, as ``cp`` does; too little for the canary to see."""
+    import numpy as np
+
+    from engine.weights import WeightFile
+
+    weights = WeightFile(path)
+    tensor = next(tensor for tensor in weights.tensors if "v_proj" in tensor.name)
+    with path.open("r+b") as file:
+        file.seek(weights.data_start + tensor.begin)
+        values = np.fromfile(file, np.float32, (tensor.end - tensor.begin) // 4)
+        file.seek(weights.data_start + tensor.begin)
+        (values * 1.05).tofile(file)
+
+
 def tiny_llama(path: Path, window: int = 256) -> Path:
     """The usual small model: two layers, grouped heads, random weights."""
+    return _tiny("llama", path, max_position_embeddings=window)
+
+
+def tiny_mistral(path: Path, sees: int) -> Path:
+    """The same, and no layer sees farther than ``sees`` tokens."""
+    return _tiny("mistral", path, max_position_embeddings=512, sliding_window=sees)
+
+
+def _tiny(family: str, path: Path, **options: int) -> Path:
     from transformers import AutoConfig
 
     sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": window}
-    return save_tiny(AutoConfig.for_model("llama", **sizes, **heads, bos_token_id=0, eos_token_id=1), path)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return save_tiny(AutoConfig.for_model(family, **sizes, **heads, **options, bos_token_id=0, eos_token_id=1), path)
 
 
 def torch_engine(path: Path, limits: EngineLimits, kv_blocks: int | None = None) -> TorchEngine:
     """A loaded, warm engine; with ``kv_blocks`` its pool is cut to that many blocks after loading."""
     import torch
 
-    from engine.scheduler import Scheduler
     from engine.torch_engine import TorchEngine
 
     engine = TorchEngine(path, 4 * 2**30, limits)
     engine.load()
     torch.set_num_threads(2)  # the load measured a count while other tests were running
     if kv_blocks is not None:
-        engine._scheduler = Scheduler(engine.limits, kv_blocks)
+        with_pool(engine, kv_blocks)
     engine.warm()
     return engine
 

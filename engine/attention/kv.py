@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.memory import drop_pages
+
+SERIAL_ELEMENTS = 32_767  # copies of more are shared among OpenMP threads, which wait for each other
 RUN_BLOCKS = 4  # adjoining blocks from which on a copy of their own pays, on average
 
 
@@ -79,20 +82,33 @@ class KVMemory:
         return torch.cat([row.index_select(0, index).view(torch.uint8) for row in rows], 1).cpu()
 
     def write_blocks(self, blocks: Sequence[int], content: torch.Tensor, block_size: int) -> None:
-        """Undo ``read_blocks``."""
+        """Undo ``read_blocks``. In one thread, even where the engine computes in another."""
         runs = _runs(list(enumerate(blocks)))
         begin = 0
         for row in self._rows(block_size):
             end = begin + row.shape[1] * row.element_size()
             piece = content[:, begin:end].view(row.dtype)
+            most = max(1, SERIAL_ELEMENTS // row.shape[1])
             for first, block, count in runs:
-                row[block : block + count].copy_(piece[first : first + count])
+                for start in range(0, count, most):
+                    stop = min(start + most, count)
+                    row[block + start : block + stop].copy_(piece[first + start : first + stop])
             begin = end
 
     def _rows(self, block_size: int) -> Iterator[torch.Tensor]:
         """Every layer's keys, then its values, as ``[blocks, elements]``."""
         for store in (*self.keys.values(), *self.values.values()):
             yield store.view(-1, block_size * store.shape[1] * store.shape[2])
+
+    def keep(self, blocks: int, block_size: int) -> None:
+        """Hand the pages of all blocks after the first ``blocks`` back to the system; on the CPU only.
+
+        The addresses stay: written again, they take pages again.
+        """
+        if self._flat.device.type == "cpu":
+            for row in self._rows(block_size):
+                begin = row.data_ptr() + blocks * row.stride(0) * row.element_size()
+                drop_pages(begin, row.data_ptr() + row.numel() * row.element_size())
 
     def give_back(self) -> None:
         """Free the memory; the views stay and must not be touched."""

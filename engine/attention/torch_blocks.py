@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from engine.attention import reference
 from engine.attention.kv import KVMemory
+from engine.context import NO_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,9 @@ class Span:
     first: int
     count: int
     start: int
-    blocks: torch.Tensor  # [n] block ids of its tokens 0..start+count-1
+    blocks: torch.Tensor  # [n] block ids of its tokens hidden..start+count-1
     block_size: int
+    hidden: int  # of its first tokens, whole blocks of them: before every layer's window, their KV is let go
     adjoining: bool  # do the blocks follow each other? Then nothing is gathered
     masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by window, shared by the layers of a step
 
@@ -33,8 +35,10 @@ class Span:
     def over(cls, table: Sequence[int], block_size: int, *, first: int, start: int, count: int) -> Span:
         """The span of a request with this block table."""
         used = table[: -(-(start + count) // block_size)]
+        unseen = sum(block == NO_BLOCK for block in used)
+        used = used[unseen:]
         adjoining = all(b - a == 1 for a, b in itertools.pairwise(used))
-        return cls(first, count, start, torch.tensor(used), block_size, adjoining)
+        return cls(first, count, start, torch.tensor(used), block_size, unseen * block_size, adjoining)
 
     @property
     def length(self) -> int:
@@ -42,7 +46,7 @@ class Span:
 
     def written(self) -> torch.Tensor:
         """Slots ``[count]`` of its new tokens."""
-        positions = torch.arange(self.start, self.length)
+        positions = torch.arange(self.start - self.hidden, self.length - self.hidden)
         return self.blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def read(self, store: torch.Tensor, skip: int) -> torch.Tensor:
@@ -50,13 +54,14 @@ class Span:
 
         Whole blocks are gathered: a row of one token is too short for a fast copy.
         """
-        before = skip // self.block_size
+        skip, length = skip - self.hidden, self.length - self.hidden
         if self.adjoining:
             begin = int(self.blocks[0]) * self.block_size
-            return store[begin + skip : begin + self.length].transpose(0, 1)
+            return store[begin + skip : begin + length].transpose(0, 1)
+        before = skip // self.block_size
         blocks = store.view(-1, self.block_size, *store.shape[1:]).index_select(0, self.blocks[before:])
         inside = before * self.block_size
-        return blocks.flatten(0, 1)[skip - inside : self.length - inside].transpose(0, 1)
+        return blocks.flatten(0, 1)[skip - inside : length - inside].transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

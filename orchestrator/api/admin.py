@@ -58,20 +58,6 @@ async def _contexts_of(
     return HostContexts(status.model, status.host, state, answer, None)
 
 
-async def forget_kv(
-    pool: PoolPicture | None, session: str, ask: Callable[[str, str], Awaitable[int | OrchestratorError]]
-) -> dict[str, Any]:
-    """Have every live host drop a deleted session's KV. Hosts that do not answer evict it in their own time."""
-    if pool is None:
-        return {"kv_blocks_dropped": 0, "hosts_not_reached": ["the controller does not answer"]}
-    hosts = [entry.status.host for entry in pool.models if entry.status.state not in NO_PROCESS]
-    answers = await asyncio.gather(*(ask(host, session) for host in hosts))
-    return {
-        "kv_blocks_dropped": sum(answer for answer in answers if isinstance(answer, int)),
-        "hosts_not_reached": [answer.message for answer in answers if isinstance(answer, OrchestratorError)],
-    }
-
-
 def one_model(listed: dict[str, Any], name: str) -> dict[str, Any]:
     entry: dict[str, Any]
     for entry in listed["data"]:

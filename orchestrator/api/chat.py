@@ -27,6 +27,7 @@ from policies.errors import BadRequest, BodyTooLarge, ModelNotFound, Orchestrato
 KEEPALIVE_SECONDS = 2.0
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 _END = object()
+PIN_SECONDS = 86_400.0  # of prompt_cache_retention "24h"
 
 
 class ChatRoute:
@@ -86,6 +87,7 @@ class ChatRoute:
             session_id=session_id,
             idempotency_key=key,
             fingerprint=_fingerprint(raw) if key is not None else None,
+            pin_seconds=_pin_seconds(body, session_id, tenant),
         )
 
     def _hint(self, name: str) -> str:
@@ -336,6 +338,20 @@ def _check_together(body: ChatRequest, session_id: str | None, key: str | None) 
             "leave out one of the two",
             param="logprobs",
         )
+
+
+def _pin_seconds(body: ChatRequest, session_id: str | None, tenant: TenantConfig) -> float:
+    """How long the session's KV is to be evicted last; BadRequest where nothing could be kept."""
+    if body.prompt_cache_retention == "in_memory":
+        return 0.0
+    name = "prompt_cache_retention"
+    if session_id is None:
+        raise BadRequest(f"{name} {body.prompt_cache_retention!r} needs a session: send X-Session-ID too", param=name)
+    if not tenant.kv_pin:
+        raise BadRequest(
+            f"{name} {body.prompt_cache_retention!r}: tenant {tenant.name} has no kv_pin in the config", param=name
+        )
+    return PIN_SECONDS
 
 
 def _template_message(message: Message) -> dict[str, Any]:

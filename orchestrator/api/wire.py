@@ -30,7 +30,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "verbosity": (),
     "prompt_cache_key": (),
+    "prompt_cache_options": (),
     "safety_identifier": (),
+    "moderation": (),
 }
 
 
@@ -78,8 +80,8 @@ class ChatRequest(BaseModel):
     messages: list[Message] = Field(min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -97,6 +99,22 @@ class ChatRequest(BaseModel):
     user: str | None = None  # carried by clients for their own records
     metadata: dict[str, str] | None = None
     session_id: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] = "in_memory"
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("is only for stream: true")
+        return value
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _one_limit(cls, value: int | None, info: ValidationInfo) -> int | None:
+        newer = info.data.get("max_completion_tokens")
+        if value is not None and newer is not None and value != newer:
+            raise ValueError(f"{value} is not max_completion_tokens {newer}: give one of the two")
+        return value
 
     @field_validator("stop")
     @classmethod

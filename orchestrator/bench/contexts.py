@@ -21,6 +21,8 @@ TURN_TOKENS = 20
 SAMPLES = 5
 MEMORY_BYTES = 3 * 2**30
 HOST_BYTES = 256 * 2**20
+DISK_BYTES = 2**30
+WASTE_CONTEXTS = 8
 
 
 def run(path: Path) -> list[Section]:
@@ -52,6 +54,25 @@ def run(path: Path) -> list[Section]:
             "swap_resume_vs_recompute", pairs("swap_in", "recompute"), again, "s", target="<=0.1", limit="as above"
         ),
         section(
+            "disk_restore",
+            pairs("disk_in", "read_file_and_copy"),
+            f"a read of the same {KEPT_TOKENS // 16} files and a copy of the same bytes",
+            "s",
+            target="<=3",
+            limit="a checksum over all of it, and copying into blocks, layer by layer, in the disk's thread",
+        ),
+        section(
+            "disk_restore_vs_recompute", pairs("disk_in", "recompute"), again, "s", target="<=0.1", limit="as above"
+        ),
+        section(
+            "kv_waste",
+            pairs("slots_held", "slots_of_tokens"),
+            f"slots of their tokens, {WASTE_CONTEXTS} running contexts",
+            "slots",
+            target="<=1.1",
+            limit=f"the tail of each last block; slots beyond those: {seen['slots_unowned'][0]:.0f}",
+        ),
+        section(
             "checkpoint_restore",
             pairs("restore", "read_and_copy"),
             "a read of the same file and a copy of the same bytes",
@@ -76,11 +97,18 @@ def run(path: Path) -> list[Section]:
 class Measuring:
     """One engine, and the samples taken of it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, directory: Path) -> None:
         from engine.protocol import EngineLimits
         from engine.torch_engine import TorchEngine
 
-        limits = EngineLimits(max_model_len=2048, max_running=8, kv_host_bytes=HOST_BYTES)
+        self.disk = directory / "kv"
+        limits = EngineLimits(
+            max_model_len=2048,
+            max_running=8,
+            kv_host_bytes=HOST_BYTES,
+            kv_disk_bytes=DISK_BYTES,
+            kv_disk=str(self.disk),
+        )
         self.engine: Any = TorchEngine(path, MEMORY_BYTES, limits)
         self.engine.load()
         self.engine.warm()
@@ -90,6 +118,8 @@ class Measuring:
         self._second_turn(number)
         self._swap(number)
         self._checkpoint(number, directory)
+        self._disk(number)
+        self._waste(number)
 
     def _second_turn(self, number: int) -> None:
         history = _tokens(number, HISTORY_TOKENS)
@@ -109,12 +139,12 @@ class Measuring:
             self.engine.step()
         context = scheduler.running[0]
         scheduler._preempt(context, 0.0, "bench", keep=True)
-        blocks = scheduler.pool.allocate(scheduler.pool.num_free)
-        self.engine._move(scheduler._planned_moves())
-        scheduler.pool.release(blocks, 0)
-        scheduler.pool.complete(0)
+        blocks = scheduler.kv.pool.allocate(scheduler.kv.pool.num_free)
+        self.engine._carrier.carry_out(scheduler.kv.planned_moves())
+        scheduler.kv.pool.release(blocks, 0)
+        scheduler.kv.pool.complete(0)
         begin = time.perf_counter()
-        plan = self.engine._carry_out(scheduler.schedule(time.monotonic(), time.time()))
+        plan = self.engine._carry_out_plan(scheduler.schedule(time.monotonic(), time.time()))
         self._record("swap_in", time.perf_counter() - begin)
         self._record("copy", self._copy(len(plan.moves)))
         scheduler._preempt(context, 0.0, "bench", keep=False)
@@ -141,10 +171,57 @@ class Measuring:
         read = time.perf_counter() - begin
         self._record("read_and_copy", read + self._copy(KEPT_TOKENS // self.engine.limits.block_size))
 
+    def _disk(self, number: int) -> None:
+        """A conversation whose KV is on disk alone goes on, in a process that is warm."""
+        engine, disk = self.engine, self.engine._disk
+        history = _tokens(number + 4000, KEPT_TOKENS)
+        self._add("parked", history, 1)
+        self._drain()
+        for spill in engine._kv_cache.park_on_disk():
+            assert disk.wait_room(time.monotonic() + 60)
+            engine._carrier.spill([spill])
+        assert disk.flush(60)
+        self._forget()
+        self._add("back", [*history, 7], 1)
+        begin = time.perf_counter()
+        engine._scheduler.schedule(time.monotonic(), time.time())
+        engine._kv_cache.launched()
+        while not engine._scheduler.running:
+            disk.wait(1.0)
+            engine._scheduler._take_up(time.monotonic())
+        self._record("disk_in", time.perf_counter() - begin)
+        (context,) = engine._scheduler.running
+        assert context.num_computed == KEPT_TOKENS // 16 * 16, context.events
+        engine.cancel("back", 0, "bench")
+        files = sorted(self.disk.rglob("*.kv"), key=lambda file: file.stat().st_mtime)[-(KEPT_TOKENS // 16) :]
+        begin = time.perf_counter()
+        for file in files:
+            file.read_bytes()
+        read = time.perf_counter() - begin
+        self._record("read_file_and_copy", read + self._copy(len(files)))
+        engine._kv_cache.forget(context.block_keys)
+        assert disk.flush(60)
+
+    def _waste(self, number: int) -> None:
+        """Slots held by running contexts of all lengths, and those no token explains."""
+        engine, size = self.engine, self.engine.limits.block_size
+        for context in range(WASTE_CONTEXTS):
+            self._add(f"w{context}", _tokens(number + 5000 + context, 40 + 83 * context), 8)
+        while engine._scheduler.waiting or any(c.num_generated < 2 for c in engine._scheduler.running):
+            engine.step()
+        running = engine._scheduler.running
+        held = engine.stats().kv_blocks_used * size
+        tails = sum(-context.num_tokens % size for context in running)
+        self._record("slots_held", float(held))
+        self._record("slots_of_tokens", float(sum(context.num_tokens for context in running)))
+        self._record("slots_unowned", float(held - tails - sum(context.num_tokens for context in running)))
+        self._drain()
+        self._forget()
+
     def _copy(self, blocks: int) -> float:
         import torch
 
-        nbytes = blocks * self.engine._kv.nbytes // len(self.engine._scheduler.pool)
+        nbytes = blocks * self.engine._kv.nbytes // len(self.engine._kv_cache.pool)
         source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
         begin = time.perf_counter()
         target.copy_(source)
@@ -178,8 +255,8 @@ class Measuring:
         return outputs
 
     def _forget(self) -> None:
-        self.engine._scheduler.pool.clear_cache()
-        self.engine._scheduler.host.clear()
+        self.engine._kv_cache.pool.clear_cache()
+        self.engine._kv_cache.host.clear()
 
     def _record(self, name: str, value: float) -> None:
         self.seen.setdefault(name, []).append(value)
@@ -190,8 +267,8 @@ def _tokens(seed: int, count: int) -> list[int]:
 
 
 def _measure(path: Path) -> dict[str, list[float]]:
-    measuring = Measuring(path)
     with tempfile.TemporaryDirectory() as directory:
+        measuring = Measuring(path, Path(directory))
         measuring.sample(0, Path(directory))
         measuring.seen.clear()  # the first sample takes pages and warms caches
         for number in range(1, SAMPLES + 1):

@@ -58,11 +58,12 @@ def run(path: Path) -> list[Section]:
 
 def _scheduler(running: int) -> Any:
     from engine.context import Context
+    from engine.kv_cache import KVCache
     from engine.protocol import EngineLimits, GenerationRequest, SamplingParams
     from engine.scheduler import Scheduler
 
     limits = EngineLimits(max_model_len=4096, max_running=running, step_tokens=2 * running, max_waiting=running)
-    scheduler = Scheduler(limits, 40 * running)
+    scheduler = Scheduler(limits, KVCache(limits.block_size, 40 * running))
     for number in range(running):
         prompt = tuple(range(number, number + 100))
         request = GenerationRequest(f"r{number}", 0, prompt, SamplingParams(200, 0), "bench", arrival=float(number))
@@ -77,7 +78,7 @@ def _step_seconds(running: int) -> float:
     while len(seconds) < STEPS:
         begin = time.perf_counter()
         plan = scheduler.schedule(0.0, 0.0)
-        scheduler.launched()
+        scheduler.kv.launched()
         scheduler.computed(plan)
         took = time.perf_counter() - begin
         if len(plan.chunks) == running and all(chunk.count == 1 for chunk in plan.chunks):

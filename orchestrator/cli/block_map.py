@@ -12,7 +12,9 @@ from engine.snapshot import BlockUse
 LETTERS = string.ascii_letters + string.digits
 OTHERS = "#"  # those for whom no letter is left
 SHARED = "*"
-PLACES = {"free": ".", "cached": "+", "fenced": "~", "unexplained": "!"}
+PLACES = {
+    "free": ".", "cached": "+", "pinned": "^", "fenced": "~", "arriving": "<", "retired": "-", "unexplained": "!",
+}  # fmt: skip
 WORDS = {mark: word for word, mark in PLACES.items()} | {SHARED: "shared"}
 MOST_LINES = 20
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from engine.snapshot import ContextSnapshot, EngineSnapshot
 from orchestrator.cli.app import app
-from orchestrator.cli.block_map import OTHERS, WORDS, BlockMap, draw
+from orchestrator.cli.block_map import OTHERS, PLACES, WORDS, BlockMap, draw
 from orchestrator.cli.common import JsonOption, KeyOption, UrlOption, admin, out, size
 from orchestrator.contexts import HostContexts, parse
 
@@ -105,9 +105,16 @@ def _summary(snapshot: EngineSnapshot) -> str:
     pool, host = snapshot.pool, snapshot.host
     states = ", ".join(f"{count} {state}" for state, count in snapshot.states.items()) or "no context"
     said = f"{states}; {pool.total} blocks of {_mib(snapshot.block_bytes)} MiB: {pool.held} held, "
-    said += f"{pool.cached} cached, {pool.free - pool.cached} free, {pool.fenced} fenced"
+    said += f"{pool.cached} cached" + (f" ({pool.pinned} of them pinned)" if pool.pinned else "")
+    said += f", {pool.free - pool.cached} free, {pool.fenced} fenced"
+    if pool.retired:
+        said += f", {pool.retired} retired"
     if host.total:
         said += f"; host memory: {host.used} of {host.total} blocks, {host.moved_out} moved out, {host.moved_in} in"
+    disk = snapshot.disk
+    if disk.capacity_bytes or disk.problem:
+        said += f"; disk: {size(disk.used_bytes)} of {size(disk.capacity_bytes)}, {disk.written} blocks written, "
+        said += f"{disk.fetched} fetched" + (f", OUT OF USE: {disk.problem}" if disk.problem else "")
     if snapshot.unfreed_blocks:
         said += f"; {snapshot.unfreed_blocks} UNFREED"
     return said
@@ -137,6 +144,9 @@ def _table(found: Sequence[ContextSnapshot], letters: dict[int, str]) -> Table:
 
 
 def _map(snapshot: EngineSnapshot, drawn: BlockMap) -> Iterator[RenderableType]:
+    if set(drawn.counts) <= {PLACES["free"]}:
+        yield Text("the pool is empty")
+        return
     for line in drawn.lines:
         text = Text(no_wrap=True)
         for mark in line:

@@ -138,7 +138,7 @@ def _second_life(path: Path, directory: Path) -> None:
     for line in sys.stdin:
         name = line.strip()
         request = engine.restore(directory / f"{name}.safetensors", TENANT)
-        found = len(engine._scheduler._found(engine._contexts[request.request_id, 0])) * LIMITS.block_size
+        found = len(engine._kv_cache.find(engine._contexts[request.request_id, 0])) * LIMITS.block_size
         known = len(request.prompt_token_ids) + len(request.delivered_token_ids)
         said = tokens_of(engine)
         answer = {"delivered": request.delivered_token_ids, "said": said, "recomputed": known - found}

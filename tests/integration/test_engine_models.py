@@ -15,10 +15,19 @@ import torch
 from transformers import AutoConfig
 
 from engine.protocol import EngineLimits, GenerationRequest
-from engine.scheduler import Scheduler
 from engine.torch_engine import TorchEngine
 from policies.errors import DoesNotFit, LoadFailed
-from tests.engine_helpers import Expected, generate, plain_model, request, run, run_preempting, save_tiny, torch_engine
+from tests.engine_helpers import (
+    Expected,
+    generate,
+    plain_model,
+    request,
+    run,
+    run_preempting,
+    save_tiny,
+    torch_engine,
+    with_pool,
+)
 
 WINDOW = 12
 NEW = 10
@@ -70,7 +79,7 @@ class Family:
     def fresh(self, blocks: int = 128, host_blocks: int = 0) -> TorchEngine:
         """The engine with an empty pool of ``blocks``."""
         assert host_blocks * self.engine.limits.block_size <= self.engine._host_kv.num_slots
-        self.engine._scheduler = Scheduler(self.engine.limits, blocks, host_blocks)
+        with_pool(self.engine, blocks, host_blocks)
         return self.engine
 
 

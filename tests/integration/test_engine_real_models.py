@@ -89,7 +89,7 @@ def test_alone_without_and_with_prefix_hits(real: Real) -> None:
     assert len(real.prompts) == 20 and max(map(len, real.prompts)) > 512  # beyond gemma's window
     said: dict[str, Said] = {}
     for i in everybody:
-        real.engine._scheduler.pool.clear_cache()
+        real.engine._kv_cache.pool.clear_cache()
         said |= run(real.engine, *asked(real, [i]))
         assert said[str(i)].last.usage.cached_tokens == 0  # type: ignore[union-attr]
     assert real.check(said) > 0.95 * NEW * len(TEXTS)
@@ -105,7 +105,7 @@ def test_alone_without_and_with_prefix_hits(real: Real) -> None:
 
 def test_in_batches_of_eight_without_and_with_prefix_hits(real: Real) -> None:
     everybody = range(len(TEXTS))
-    real.engine._scheduler.pool.clear_cache()
+    real.engine._kv_cache.pool.clear_cache()
     first = run(real.engine, *asked(real, everybody))
     real.check(first)
     again = run(real.engine, *asked(real, everybody))

@@ -285,7 +285,7 @@ def test_a_row_that_is_not_finite_fails_its_generation_alone_and_leaves_no_kv(
     engine = torch_engine(path, LIMITS, kv_blocks=32)
     good = request("good", PROMPT, 8, ignore_eos=True)
     undisturbed = run(engine, good)["good"].tokens
-    engine._scheduler.pool.clear_cache()
+    engine._kv_cache.pool.clear_cache()
     runner_run = engine._runner.run
 
     def poisoned(chunks: Sequence[Chunk], kv: Any) -> torch.Tensor:

@@ -70,7 +70,7 @@ def answer_to(model: str, *said: str) -> str:
 
 
 def prompt_of(*said: str) -> str:
-    turns = [f"{'User' if n % 2 == 0 else 'Assistant'}: {text}\n" for n, text in enumerate(said)]
+    turns = [f"{'User: ' if n % 2 == 0 else 'Assistant:'}{text}\n" for n, text in enumerate(said)]
     return "".join(turns) + "Assistant:"
 
 

@@ -55,7 +55,7 @@ def test_turns_of_one_session_go_on_over_both_gateways(pair: RunningService) -> 
         answer = ask(pair, "quick", f"turn {turn}", session).json()
         history += len(f"User: turn {turn}\nAssistant:")
         assert answer["usage"]["prompt_tokens"] == history
-        history += len(" " + answer["choices"][0]["message"]["content"] + "\n")
+        history += len(answer["choices"][0]["message"]["content"] + "\n")
 
 
 def hosts(service: RunningService, model: str) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from tests.engine_helpers import (
     request,
     run,
     run_preempting,
+    scheduler_of,
     tiny_llama,
     torch_engine,
 )
@@ -48,7 +49,11 @@ WHOLE = reply_to(tuple(PROMPT), 8).decode()
 
 BREAKS = {
     "test_E10": ("engine/prefix.py", 'digest.update(len(raw).to_bytes(8, "little"))', "pass"),
-    "test_E11": ("engine/scheduler.py", "full = context.num_computed // size", "full = len(context.block_table)"),
+    "test_E11": (
+        "engine/kv_cache.py",
+        "full = context.num_computed // self.block_size",
+        "full = len(context.block_table)",
+    ),
     "test_E14": ("engine/blocks.py", "self._refs[block] += 1", "self._refs[block] = 1"),
     "test_E16": (
         "engine/scheduler.py",
@@ -57,9 +62,9 @@ BREAKS = {
     ),
     "test_E22": ("engine/sampler.py", "key=[seed & mask, position & mask]", "key=None"),
     "test_E25": (
-        "engine/scheduler.py",
-        "context.block_table = []\n        if not self._in_flight:",
-        "context.block_table = []\n        if True:",
+        "engine/kv_cache.py",
+        "if not self._in_flight:\n            self.pool.complete(self._step)",
+        "if True:\n            self.pool.complete(self._step)",
     ),
     "test_E26": (
         "engine/core.py",
@@ -86,7 +91,7 @@ def context_of(name: str, prompt: list[int], max_tokens: int = 4, tenant: str = 
 
 def launch(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule(0.0, 0.0)
-    scheduler.launched()
+    scheduler.kv.launched()
     return plan
 
 
@@ -104,7 +109,7 @@ def land(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> None:
 
 
 def test_E10_tenants_whose_names_run_together_share_nothing() -> None:
-    scheduler = Scheduler(LIMITS, 16)
+    scheduler = scheduler_of(LIMITS, 16)
     prompt = list(range(1, 13))
     for tenant, fingerprint in (("org_1", "2345"), ("org_12345", "")):
         identity = KVIdentity(tenant, fingerprint, "float32", SIZE)
@@ -115,7 +120,7 @@ def test_E10_tenants_whose_names_run_together_share_nothing() -> None:
 
 
 def test_E11_of_two_equal_prompts_in_one_step_neither_reads_what_the_other_has_not_written() -> None:
-    scheduler = Scheduler(EngineLimits(max_model_len=64, block_size=SIZE, step_tokens=22), 20)
+    scheduler = scheduler_of(EngineLimits(max_model_len=64, block_size=SIZE, step_tokens=22), 20)
     prompt = list(range(1, 17))
     one, two, three = (context_of(name, prompt, 4) for name in "123")
     scheduler.add(one)
@@ -133,7 +138,7 @@ def test_E11_of_two_equal_prompts_in_one_step_neither_reads_what_the_other_has_n
 
 
 def test_E14_a_shared_block_lives_until_its_last_user_ends() -> None:
-    scheduler = Scheduler(LIMITS, 9)
+    scheduler = scheduler_of(LIMITS, 9)
     prompt = list(range(1, 10))
     one = context_of("1", prompt, 8)
     scheduler.add(one)
@@ -145,12 +150,12 @@ def test_E14_a_shared_block_lives_until_its_last_user_ends() -> None:
     assert shared == one.block_table[:2]
     scheduler.end(one, S.CANCELLED, 0.0, "the client went away")
     scheduler.check()
-    everything_free = scheduler.pool.allocate(scheduler.pool.num_free)
+    everything_free = scheduler.kv.pool.allocate(scheduler.kv.pool.num_free)
     assert not set(shared) & set(everything_free)
-    scheduler.pool.release(everything_free, 0)
-    scheduler.pool.complete(0)
+    scheduler.kv.pool.release(everything_free, 0)
+    scheduler.kv.pool.complete(0)
     scheduler.end(two, S.CANCELLED, 0.0, "the client went away")
-    assert scheduler.pool.num_free == 9
+    assert scheduler.kv.pool.num_free == 9
 
 
 # -- memory ------------------------------------------------------------------------------------
@@ -168,7 +173,7 @@ def test_E16_a_sole_request_that_fills_the_pool_ends_by_length_and_one_more_toke
 
 
 def test_E25_blocks_of_a_generation_aborted_while_its_step_is_in_flight_wait_for_the_step() -> None:
-    scheduler = Scheduler(LIMITS, 6)
+    scheduler = scheduler_of(LIMITS, 6)
     context = context_of("1", list(range(1, 10)), 4)
     scheduler.add(context)
     plan = launch(scheduler)
@@ -176,11 +181,11 @@ def test_E25_blocks_of_a_generation_aborted_while_its_step_is_in_flight_wait_for
     scheduler.end(context, S.CANCELLED, 0.0, "the client went away")
     assert context.block_table == [] and len(written) == 3
     scheduler.check()
-    assert scheduler.pool.books().fenced == 3
-    others = scheduler.pool.allocate(scheduler.pool.num_free)
+    assert scheduler.kv.pool.books().fenced == 3
+    others = scheduler.kv.pool.allocate(scheduler.kv.pool.num_free)
     assert not written & set(others)
     scheduler.computed(plan)
-    assert set(scheduler.pool.allocate(scheduler.pool.num_free)) == written
+    assert set(scheduler.kv.pool.allocate(scheduler.kv.pool.num_free)) == written
 
 
 def test_E26_a_late_word_about_an_aborted_attempt_does_not_touch_the_next() -> None:
@@ -293,9 +298,9 @@ def test_E22_preempted_every_few_steps_the_tokens_are_the_same(
             for i in range(3)
         ]
 
-    tiny._scheduler.pool.clear_cache()
+    tiny._kv_cache.pool.clear_cache()
     expected = run(tiny, *requests())  # type: ignore[arg-type]
-    tiny._scheduler.pool.clear_cache()
+    tiny._kv_cache.pool.clear_cache()
     for one in requests():
         tiny.add(one)  # type: ignore[arg-type]
     said = run_preempting(tiny, every, forget=True)
@@ -337,7 +342,7 @@ def test_E22_a_generation_taken_over_by_another_host_goes_on_with_the_same_token
     stop = (whole.text[4:9],)
     undisturbed = sampled(tiny, "stopped", temperature=temperature, seed=3, stop=stop)
     cut = min(cut, len(undisturbed.tokens) - 1)
-    tiny._scheduler.pool.clear_cache()
+    tiny._kv_cache.pool.clear_cache()
     rest = sampled(tiny, "rest", temperature=temperature, seed=3, stop=stop, delivered=undisturbed.tokens[:cut])
     assert rest.tokens == undisturbed.tokens[cut:]
     assert "".join(o.text for o in undisturbed.outputs[:cut]) + rest.text == undisturbed.text
@@ -402,9 +407,9 @@ def test_E23_E22_penalties_count_the_same_after_every_preemption(
     tiny: TorchEngine, every: int, temperature: float
 ) -> None:
     requests = [penalised(f"r{i}", more=[i + 2], seed=i, temperature=temperature) for i in range(3)]
-    tiny._scheduler.pool.clear_cache()
+    tiny._kv_cache.pool.clear_cache()
     expected = run(tiny, *requests)
-    tiny._scheduler.pool.clear_cache()
+    tiny._kv_cache.pool.clear_cache()
     for one in requests:
         tiny.add(one)
     said = run_preempting(tiny, every, forget=True)
@@ -415,7 +420,7 @@ def test_E23_E22_penalties_count_the_same_after_every_preemption(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_E23_prefix_hits_count_as_the_prompt_they_are(tiny: TorchEngine, temperature: float) -> None:
-    tiny._scheduler.pool.clear_cache()
+    tiny._kv_cache.pool.clear_cache()
     cold, warm = (run(tiny, penalised("r", temperature=temperature, seed=5))["r"] for _ in range(2))
     assert warm.last.usage is not None and warm.last.usage.cached_tokens > 0
     same(warm, cold)
@@ -426,9 +431,9 @@ def test_E23_prefix_hits_count_as_the_prompt_they_are(tiny: TorchEngine, tempera
 def test_E23_taken_over_by_another_host_penalties_count_the_delivered_tokens_as_answer(
     tiny: TorchEngine, cut: int, temperature: float
 ) -> None:
-    tiny._scheduler.pool.clear_cache()
+    tiny._kv_cache.pool.clear_cache()
     whole = run(tiny, penalised("whole", temperature=temperature, seed=3, ignore_eos=True))["whole"]
-    tiny._scheduler.pool.clear_cache()
+    tiny._kv_cache.pool.clear_cache()
     rest = penalised("rest", temperature=temperature, seed=3, ignore_eos=True, delivered=whole.tokens[:cut])
     said = run(tiny, rest)["rest"]
     assert said.tokens == whole.tokens[cut:]
@@ -499,7 +504,7 @@ class EngineGenerator:
 
 @pytest.mark.parametrize("n", [4, 8])
 async def test_E11_the_prompt_of_n_answers_is_computed_once(tiny: TorchEngine, n: int) -> None:
-    tiny._scheduler.pool.clear_cache()
+    tiny._kv_cache.pool.clear_cache()
     first = penalised("r", 10, more=range(20, 40), temperature=1.0, seed=2, ignore_eos=True)
     generator: Any = EngineGenerator(tiny)
     last = {i: out async for i, out in merged(generator, choice_requests(first, n), "m", Progress(0.0)) if out.final}

@@ -10,19 +10,18 @@ import pytest
 
 from engine.loop import EngineLoop
 from engine.protocol import EngineLimits, Output, WakeReport
-from engine.scheduler import Scheduler
 from engine.torch_engine import TorchEngine
 from policies.errors import EngineError, HostUnavailable, RequestTooLarge
-from tests.engine_helpers import drain, fake_engine, request, run, tiny_llama, torch_engine
+from tests.engine_helpers import drain, fake_engine, request, run, tiny_llama, torch_engine, with_pool
 
 BLOCK = 4
 PROMPT = [5, 9, 200, 31, 77, 12, 45]
 
 BREAKS = {
-    "test_R41": ("engine/core.py", "self._scheduler.pool.clear_cache()", "pass"),
+    "test_R41": ("engine/core.py", "self._kv_cache.pool.clear_cache()", "pass"),
     "test_R43": ("engine/core.py", "        if self._awake:\n            return WakeReport(0.0, 0.0)\n", ""),
     "test_E20": ("engine/scheduler.py", "other.bypassed += other.request.arrival < context.request.arrival", "pass"),
-    "test_E17": ("engine/scheduler.py", "return len(self.pool) * self.limits.block_size", "return 10**9"),
+    "test_E17": ("engine/scheduler.py", "return len(self.kv.pool) * self.limits.block_size", "return 10**9"),
     "test_E35": ("engine/loop.py", "self._engine.check()", "pass"),
     "test_E44": (
         "engine/context.py",
@@ -91,10 +90,10 @@ def test_E35_an_engine_that_has_become_idle_checks_its_books() -> None:
         loop.call(lambda engine, name=name: engine.add(request(name, PROMPT, 8))).result(5)  # type: ignore[misc]
         assert isinstance(events.get(timeout=5), Output)
     loop.call(lambda engine: engine.check()).result(5)
-    books = engine._scheduler.pool.books()
+    books = engine._kv_cache.pool.books()
     assert (books.free, books.held, books.fenced) == (books.total, 0, 0)
     assert 0 < books.cached < books.total
-    pool = engine._scheduler.pool
+    pool = engine._kv_cache.pool
     pool._refs[next(reversed(pool._free))] += 1  # as a lost release would leave it
     loop.call(lambda engine: engine.add(request("c", PROMPT, 8))).result(5)
     assert isinstance(events.get(timeout=5), Output)  # the answer first
@@ -119,7 +118,7 @@ def test_E44_taken_up_around_a_block_s_edge_and_with_nothing_said_yet(
 ) -> None:
     whole = run(tiny, request("whole", PROMPT, 16, temperature=0.7, seed=5, ignore_eos=True))["whole"]
     if not cached:
-        tiny._scheduler.pool.clear_cache()
+        tiny._kv_cache.pool.clear_cache()
     delivered = whole.tokens[: tokens - len(PROMPT)]
     rest = run(tiny, request("rest", PROMPT, 16, temperature=0.7, seed=5, ignore_eos=True, delivered=delivered))["rest"]
     assert delivered + rest.tokens == whole.tokens
@@ -131,7 +130,7 @@ def test_E44_taken_up_around_a_block_s_edge_and_with_nothing_said_yet(
 def test_R41_after_sleep_and_wake_the_same_prompt_gets_the_same_answer_and_no_kv_that_is_gone(
     tiny: TorchEngine, host_blocks: int
 ) -> None:
-    tiny._scheduler = Scheduler(tiny.limits, 32, host_blocks)
+    with_pool(tiny, 32, host_blocks)
     prompt = [*PROMPT, *range(30, 50)]
     before = run(tiny, request("before", prompt, 16, ignore_eos=True))["before"]
     tiny.sleep()

@@ -26,8 +26,16 @@ BYTES = [token % 250 for token in PROMPT]  # what the fake engine's vocabulary h
 VERSION_1 = Path(__file__).parents[1] / "data" / "checkpoint-v1.safetensors"
 
 BREAKS = {
-    "test_E38": ("engine/scheduler.py", "self.pool.release(context.block_table, self._step)", "pass"),
-    "test_E40": ("engine/scheduler.py", "            if worked:\n", "            if False:\n"),
+    "test_E38": (
+        "engine/scheduler.py",
+        "self.kv.fail(context)\n        self.kv.release(context)",
+        "self.kv.fail(context)",
+    ),
+    "test_E40": (
+        "engine/kv_cache.py",
+        "            if worked:\n                self.pool",
+        "            if False:\n                self.pool",
+    ),
     "test_E41": ("engine/checkpoint.py", "if found.get(name) != expected:", "if False:"),
     "test_E07": ("engine/core.py", "return KVIdentity(tenant,", 'return KVIdentity("",'),
 }  # fmt: skip
@@ -62,24 +70,24 @@ def test_E40_saved_in_the_middle_and_gone_on_with_elsewhere(
 ) -> None:
     first, second = engines
     for engine in engines:
-        engine._scheduler.pool.clear_cache()
-        engine._scheduler.host.clear()
+        engine._kv_cache.pool.clear_cache()
+        engine._kv_cache.host.clear()
     whole = run(first, request("whole", PROMPT, 20, temperature=temperature, seed=3, tenant="else"))["whole"]
     first.add(request("cut", PROMPT, 20, temperature=temperature, seed=3))
     said = said_in(first, 9)
     if state != "running":
         first._scheduler._preempt(first._scheduler.running[0], 0.0, "test", keep=state == "swapped")
     if state == "swapped":  # others take its blocks
-        blocks = first._scheduler.pool.allocate(first._scheduler.pool.num_free)
-        first._move(first._scheduler._planned_moves())
-        first._scheduler.pool.release(blocks, 0)
-        first._scheduler.pool.complete(0)
+        blocks = first._kv_cache.pool.allocate(first._kv_cache.pool.num_free)
+        first._move(first._scheduler.kv.planned_moves())
+        first._kv_cache.pool.release(blocks, 0)
+        first._kv_cache.pool.complete(0)
     first.save("cut", 0, tmp_path / "cut")
     assert (tmp_path / "cut").stat().st_mode & 0o777 == 0o600
     first.cancel("cut", 0, "saved")
     restored = second.restore(tmp_path / "cut", TENANT)
     assert list(restored.delivered_token_ids) == said
-    found = second._scheduler._found(second._contexts["cut", 0])
+    found = second._kv_cache.find(second._contexts["cut", 0])
     assert len(found) * BLOCK > len(PROMPT) + len(said) - BLOCK - 1  # not a restore in name only
     rest = said_in(second, 11)
     assert tuple(said + rest) == whole.tokens
@@ -96,7 +104,7 @@ def test_E41_a_damaged_or_foreign_checkpoint_is_refused_before_anything_of_it_is
     first.save("cut", 0, tmp_path / "cut")
     first.cancel("cut", 0, "saved")
     (tmp_path / "cut").write_bytes(DAMAGE[damage]((tmp_path / "cut").read_bytes()))
-    second._scheduler.pool.clear_cache()
+    second._kv_cache.pool.clear_cache()
     with pytest.raises(CheckpointRefused):
         second.restore(tmp_path / "cut", TENANT)
     assert not second.has_work() and second.stats().kv_blocks_cached == 0

@@ -52,7 +52,7 @@ def test_S37_one_session_id_of_two_tenants_has_two_histories_and_two_places(fake
     assert len(answers[0]) == len(answers[1]) == 3
     for who, first in ((ACME, 5), (GLOBEX, 9)):
         tokens, cached = usage(ask(fake_service, "wide", "more", headers | who))
-        turns = len("User: hello\nAssistant: \n") + first + len("User: again\nAssistant: \n") + 3
+        turns = len("User: hello\nAssistant:\n") + first + len("User: again\nAssistant:\n") + 3
         assert tokens == turns + len("User: more\nAssistant:")
         assert cached >= (turns - 3) // BLOCK_TOKENS * BLOCK_TOKENS, "each finds its own KV where it was"
 
@@ -61,7 +61,7 @@ def test_S37_two_keys_of_one_tenant_share_its_sessions(fake_service: RunningServ
     """A key names a tenant; sessions, places and KV are the tenant's."""
     headers = session()
     first = said(ask(fake_service, "wide", "a first message that fills some blocks", headers))
-    turn = f"User: a first message that fills some blocks\nAssistant: {first}\n"
+    turn = f"User: a first message that fills some blocks\nAssistant:{first}\n"
     tokens, cached = usage(ask(fake_service, "wide", "and?", headers | ACME_TOO))
     assert tokens == len(turn + "User: and?\nAssistant:")
     assert cached >= 2 * BLOCK_TOKENS
@@ -85,7 +85,7 @@ def test_S58_two_models_in_turn_on_one_session_each_keep_their_own_state(fake_se
 
 
 def _fallback(talk: list[str]) -> str:
-    return "".join(f"{('User', 'Assistant')[n % 2]}: {text}\n" for n, text in enumerate(talk)) + "Assistant:"
+    return "".join(f"{('User: ', 'Assistant:')[n % 2]}{text}\n" for n, text in enumerate(talk)) + "Assistant:"
 
 
 def _tags(talk: list[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.blocks import Books
-from engine.protocol import EngineLimits
+from engine.protocol import DiskStats, EngineLimits
 from engine.snapshot import ContextSnapshot, EndedContext, EngineSnapshot, Wait, WaitReason
 from engine.tiers import HostBooks
 from orchestrator.contexts import HostContexts
@@ -40,7 +40,8 @@ def host(*contexts: ContextSnapshot, ended: tuple[EndedContext, ...] = (), unfre
     limits = EngineLimits(max_model_len=256, max_running=8)
     snapshot = EngineSnapshot(
         at=100.0, wall=100.0, awake=True, limits=limits, max_running=8, block_bytes=1,
-        pool=Books(64, 64 - held, 0, held, 0), host=HostBooks(0, 0, 0, 0), states={}, contexts=contexts, blocks=(),
+        pool=Books(64, 64 - held, 0, held, 0), host=HostBooks(0, 0, 0, 0),
+        disk=DiskStats(), supply=(), states={}, contexts=contexts, blocks=(),
         unfreed_blocks=unfreed, ended=ended,
     )  # fmt: skip
     return HostContexts("m", "host:m:0", "ready", snapshot, None)

@@ -1,4 +1,4 @@
-"""The scheduler against a simulated KV memory.
+"""The scheduler and the books of KV against simulated memories: device, host and disk.
 
 Every slot remembers for which tenant and which tokens it was written; writes land when the step ends, as on a device.
 So a block given to two owners, a hit on unwritten or foreign KV, and a late write all show as wrong content.
@@ -7,20 +7,23 @@ So a block given to two owners, a hit on unwritten or foreign KV, and a late wri
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.context import Context
+from engine.context import NO_BLOCK, Context
+from engine.disk_tier import Landing
+from engine.kv_cache import KVCache
 from engine.prefix import KVIdentity
 from engine.protocol import EngineLimits
 from engine.scheduler import Scheduler, StepPlan
-from engine.tiers import Move, Way
+from engine.tiers import Move, Spill, Way
 from policies.errors import QueueFull, RequestTooLarge
 from policies.types import ContextState, Tier
-from tests.engine_helpers import request
+from tests.engine_helpers import request, scheduler_of
 
 S = ContextState
 SIZE = 4
@@ -36,26 +39,33 @@ def context_of(
     tier: Tier = Tier.STANDARD,
     arrival: float = 0.0,
     deadline: float | None = None,
+    group: str | None = None,
 ) -> Context:
     made = request(name, prompt, max_tokens, tenant=tenant, tier=tier, arrival=arrival, deadline=deadline)
+    made = replace(made, group=group, session=f"{tenant}/{name}")
     return Context(made, KVIdentity(tenant, "weights", "float32", SIZE).namespace(), 0.0)
 
 
 class Memory:
     """What each slot's KV was computed from. ``land`` is the end of a step."""
 
-    def __init__(self, blocks: int, host_blocks: int = 0) -> None:
+    def __init__(self, blocks: int, host_blocks: int = 0, disk: Disk | None = None, window: int = 10**9) -> None:
         self.slots: list[object] = [None] * (blocks * SIZE)
         self.host: list[object] = [None] * (host_blocks * SIZE)
+        self.disk = disk
+        self.window = window
 
-    def move(self, moves: Sequence[Move]) -> None:
+    def move(self, moves: Sequence[Move | Spill]) -> None:
         for move in moves:
-            device = slice(move.block * SIZE, (move.block + 1) * SIZE)
-            host = slice(move.slot * SIZE, (move.slot + 1) * SIZE)
-            if move.way is Way.OUT:
-                self.host[host] = self.slots[device]
+            if isinstance(move, Spill):
+                assert self.disk is not None
+                self.disk.put(move, (self.host if move.host else self.slots)[_of(move.place)])
+            elif move.way is Way.OUT:
+                self.host[_of(move.slot)] = self.slots[_of(move.block)]
+            elif move.way is Way.IN:
+                self.slots[_of(move.block)] = self.host[_of(move.slot)]
             else:
-                self.slots[device] = self.host[host]
+                self.slots[_of(move.slot)] = self.slots[_of(move.block)]
 
     def launch(self, plan: StepPlan) -> None:
         self._writes = [
@@ -67,17 +77,69 @@ class Memory:
         for context, table, start, tokens in self._writes:
             for position in range(start, len(tokens)):
                 self.slots[self._slot(table, position)] = self._meaning(context, tokens[: position + 1])
-        for context, table, _, tokens in self._writes:
-            for position in range(len(tokens)):
+        for context, table, start, tokens in self._writes:
+            for position in range(max(0, start + 1 - self.window), len(tokens)):
                 assert self.slots[self._slot(table, position)] == self._meaning(context, tokens[: position + 1])
 
     @staticmethod
     def _slot(table: list[int], position: int) -> int:
+        assert table[position // SIZE] != NO_BLOCK
         return table[position // SIZE] * SIZE + position % SIZE
 
     @staticmethod
     def _meaning(context: Context, tokens: tuple[int, ...]) -> object:
         return context.request.tenant, tokens
+
+
+def _of(block: int) -> slice:
+    return slice(block * SIZE, (block + 1) * SIZE)
+
+
+class Disk:
+    """A disk whose reads land when the test says so, or never."""
+
+    def __init__(self, eager: bool) -> None:
+        self.eager = eager  # a read is over before anything else happens
+        self.kept: dict[bytes, list[object]] = {}
+        self.reads: list[tuple[bytes, int]] = []
+        self.done: list[Landing] = []
+        self.hangs = False
+        self.slots: list[object] = []
+
+    def put(self, spill: Spill, content: list[object]) -> None:
+        self.kept[spill.key] = content
+
+    def land(self, count: int, fails: bool) -> None:
+        for _ in range(min(count, len(self.reads))):
+            key, block = self.reads.pop(0)
+            content = None if fails else self.kept.get(key)
+            if content is None:
+                self.kept.pop(key, None)
+            else:
+                self.slots[_of(block)] = content
+            self.done.append(Landing(key, content is not None))
+
+    def has(self, key: bytes) -> bool:
+        return key in self.kept
+
+    def fetch(self, key: bytes, token_ids: tuple[int, ...], block: int) -> None:
+        self.reads.append((key, block))
+        if self.eager:
+            self.land(1, fails=False)
+
+    def landed(self) -> list[Landing]:
+        done, self.done = self.done, []
+        return done
+
+    def stuck(self) -> bool:
+        return self.hangs and bool(self.reads)
+
+    def give_up(self) -> None:
+        self.reads, self.done = [], []
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.kept.pop(key, None)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -91,11 +153,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clock = 0.0
         self.added = 0
 
-    @initialize(host_blocks=st.sampled_from([0, 1, 2, 5, 20]))
-    def start(self, host_blocks: int) -> None:
-        self.scheduler = Scheduler(LIMITS, self.blocks, host_blocks)
-        self.pool = self.scheduler.pool
-        self.memory = Memory(self.blocks, host_blocks)
+    @initialize(
+        host_blocks=st.sampled_from([0, 1, 2, 5, 20]),
+        disk=st.sampled_from([None, "lazy", "eager"]),
+        window=st.sampled_from([None, None, 5, 8, 11]),
+    )
+    def start(self, host_blocks: int, disk: str | None, window: int | None) -> None:
+        self.disk = Disk(disk == "eager") if disk else None
+        kv = KVCache(SIZE, self.blocks, host_blocks, window=window, disk=self.disk)
+        self.kv, self.pool = kv, kv.pool
+        self.scheduler = Scheduler(LIMITS, kv)
+        self.memory = Memory(self.blocks, host_blocks, self.disk, window or 10**9)
+        if self.disk is not None:
+            self.disk.slots = self.memory.slots
 
     @rule(
         tenant=st.sampled_from(["a", "b"]),
@@ -106,22 +176,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         tier=st.sampled_from(Tier),
         patience=st.sampled_from([None, None, 3.0]),
+        group=st.sampled_from([None, "g"]),
     )
-    def add(self, tenant: str, prompt: list[int], max_tokens: int, tier: Tier, patience: float | None) -> None:
+    def add(
+        self, tenant: str, prompt: list[int], max_tokens: int, tier: Tier, patience: float | None, group: str | None
+    ) -> None:
         self.added += 1
         deadline = None if patience is None else self.clock + patience
         context = context_of(
-            str(self.added), prompt, max_tokens, tenant=tenant, tier=tier, arrival=self.clock, deadline=deadline
-        )
+            str(self.added), prompt, max_tokens, tenant=tenant, tier=tier, arrival=self.clock, deadline=deadline,
+            group=group and tenant + group,
+        )  # fmt: skip
         waiting = len(self.scheduler.waiting)
         try:
             self.scheduler.add(context)
         except RequestTooLarge:
-            assert len(prompt) + max_tokens > min(64, self.blocks * SIZE)
+            assert len(prompt) + max_tokens > min(64, len(self.pool) * SIZE)
         except QueueFull:
             assert waiting >= LIMITS.max_waiting
         else:
-            assert len(prompt) + max_tokens <= self.blocks * SIZE
+            assert len(prompt) + max_tokens <= len(self.pool) * SIZE
             self.live.append(context)
 
     @precondition(lambda self: self.live)
@@ -134,6 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 1.0, 70.0]), fails=st.integers(0, 9))
     def launch(self, seconds: float, fails: int = 9) -> None:
         self.clock += seconds
+        self.pool.pins_changed(self.kv.sessions.pins_changed(self.clock))
         free = self.pool.num_free
         plan = self.scheduler.schedule(self.clock, self.clock)
         failed = fails == 0 and len(plan.moves) > 0
@@ -142,39 +217,71 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan = self.scheduler.moves_failed(plan, self.clock, "no memory")
         else:
             self.memory.move(plan.moves)
-        self.scheduler.launched()
+        self.scheduler.kv.launched()
         self.memory.launch(plan)
         for context in plan.expired:
             assert context.state is S.EXPIRED and context.first_token is None
             assert context.request.deadline is not None and context.request.deadline < self.clock
             self.live.remove(context)
         self.flying = plan
-        self.flying_blocks = {b for c in plan.chunks for b in c.context.block_table}
+        self.flying_blocks = {b for c in plan.chunks for b in c.context.block_table} - {NO_BLOCK}
         assert sum(chunk.count for chunk in plan.chunks) <= LIMITS.step_tokens
         assert len({chunk.context.context_id for chunk in plan.chunks}) == len(plan.chunks) <= LIMITS.max_running
         for chunk in plan.chunks:
             assert chunk.context.state is S.RUNNING
             assert chunk.count > 0 and chunk.start == chunk.context.num_computed
-        assert plan.chunks or failed or not self.live, f"nothing to do, {len(self.live)} live, {free} blocks free"
+        waits = failed or self.kv.arriving
+        assert plan.chunks or waits or not self.live, f"nothing to do, {len(self.live)} live, {free} blocks free"
+
+    @precondition(lambda self: self.disk is not None)
+    @rule(count=st.integers(1, 4), fails=st.sampled_from([False, False, True]))
+    def disk_lands(self, count: int, fails: bool) -> None:
+        assert self.disk is not None
+        self.disk.land(count, fails)
 
     @precondition(lambda self: self.flying is None)
-    @rule()
+    @rule(kind=st.sampled_from(["resize", "resize", "others", "sleep", "hang"]), number=st.integers(1, 7))
+    def disturb(self, kind: str, number: int) -> None:
+        """One rule for what is rare, so that it stays rare."""
+        if kind == "resize":
+            self.resize(number)
+        elif kind == "others":
+            self.others_take_every_free_block()
+        elif kind == "sleep" and number == 1:
+            self.sleep_and_wake()
+        elif kind == "hang" and self.disk is not None:
+            self.disk.hangs = number == 1
+
+    def resize(self, blocks: int) -> None:
+        now = self.scheduler.resize(blocks)
+        self.memory.move(self.kv.planned_moves())
+        assert blocks <= now <= self.blocks or now == 2
+        for block in range(self.pool.end, self.blocks):  # its memory is given back
+            self.memory.slots[_of(block)] = [None] * SIZE
+
     def others_take_every_free_block(self) -> None:
         blocks = self.pool.allocate(self.pool.num_free)
-        self.memory.move(self.scheduler._planned_moves())
+        self.memory.move(self.scheduler.kv.planned_moves())
         for block in blocks:
             self.memory.slots[block * SIZE : (block + 1) * SIZE] = [None] * SIZE
         self.pool.release(blocks, 0)
         self.pool.complete(0)
 
-    @precondition(lambda self: self.flying is None)
-    @rule()
     def sleep_and_wake(self) -> None:
         for context in list(self.live):
             self.end(context, S.CANCELLED)
-        self.memory.move(self.scheduler.park())
+        self.kv.abandon()
+        self.memory.move(self.kv.park())
         self.pool.clear_cache()
-        self.memory.slots = [None] * len(self.memory.slots)
+        self.memory.slots[:] = [None] * len(self.memory.slots)
+
+    @precondition(lambda self: self.flying is None and self.live)
+    @rule(count=st.integers(1, 8))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if self.live:
+                self.launch(0.0)
+                self.finish_step()
 
     @precondition(lambda self: self.flying is not None)
     @rule(data=st.data())
@@ -185,7 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         samples = [c.context for c in plan.chunks if c.samples and not c.context.terminal]
         for context in [c for c in samples if data.draw(st.integers(0, 15)) == 0]:
             keys = list(context.block_keys)
-            own = set(context.block_table)
+            own = set(context.block_table) - {NO_BLOCK}
             self.end(context, S.FAILED)
             assert not own & set(self.pool.match(keys, context.token_ids, SIZE))
         self.scheduler.computed(plan)
@@ -203,22 +310,34 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end(self, context: Context, state: ContextState) -> None:
         self.scheduler.end(context, state, self.clock, "test")
         self.live.remove(context)
+        if state is S.FINISHED:
+            session = context.request.session
+            assert session is not None
+            self.kv.sessions.remember(context.request, context.block_keys, self.clock)
+            self.kv.sessions.pin(session, self.clock + 60, 3)
+            self.pool.pins_changed(self.kv.sessions.pins_changed(self.clock))
         assert context.terminal and context.block_table == []
 
     @invariant()
     def the_books_balance(self) -> None:
         self.scheduler.check()
-        assert self.pool.books().held == len({b for c in self.live for b in c.block_table})
+        held = {b for c in self.live for b in c.block_table} | self.kv.arriving_blocks
+        assert self.pool.books().held == len(held - {NO_BLOCK})
         assert {c.context_id for c in self.scheduler.contexts()} == {c.context_id for c in self.live}
         for context in self.scheduler.waiting:
             assert context.state in (S.WAITING, S.SWAPPED)
             assert context.block_table == [] and context.num_computed == 0
-        host = self.scheduler.host
+        host = self.scheduler.kv.host
         assert len(host) + len(host._free) == host.books().total and not (host._held and self.flying is None)
 
     @invariant()
     def a_block_of_the_step_in_flight_is_not_free(self) -> None:
-        assert not self.flying_blocks & set(self.pool._free)
+        assert not self.flying_blocks & {*self.pool._free, *self.pool._soft}
+
+    @invariant()
+    def pinned_content_is_given_out_last(self) -> None:
+        assert all(self.kv.sessions.pinned(self.pool._keys[block] or b"") for block in self.pool._soft)
+        assert not any(self.kv.sessions.pinned(self.pool._keys[block] or b"") for block in self.pool._free)
 
     def teardown(self) -> None:
         """Nobody waits forever: what is left ends within the steps its tokens can take."""
@@ -227,9 +346,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget = sum(c.max_token_limit for c in self.live) * (1 + len(self.live))
         while self.live and budget:
             budget -= 1
+            if self.disk is not None:
+                self.disk.land(99, fails=False)
             self.launch(0.0)
             self.finish_step()
         assert not self.live, f"{len(self.live)} contexts never finished"
+        self.kv.abandon()
         books = self.pool.books()
         assert books.free == books.total
 
@@ -238,12 +360,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan is not None
         self.memory.land()
         self.scheduler.computed(plan)
+        self.flying_blocks = set()
         for chunk in plan.chunks:
             if chunk.start + chunk.count == chunk.context.num_tokens and not chunk.context.terminal:
                 self.append(chunk.context, 0, False)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=80, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
 
 
@@ -254,7 +377,7 @@ def step(scheduler: Scheduler, token: int = 7, now: float = 0.0) -> StepPlan:
     """One whole step in which every sampled token is ``token``."""
     plan = scheduler.schedule(now, now)
     samples = [c.context for c in plan.chunks if c.samples]
-    scheduler.launched()
+    scheduler.kv.launched()
     scheduler.computed(plan)
     for context in samples:
         context.token_ids.append(token)
@@ -274,7 +397,7 @@ def steps_until(scheduler: Scheduler, reached: Callable[[], bool], now: float = 
 
 
 def test_a_prompt_longer_than_a_step_is_computed_in_chunks_beside_decoding() -> None:
-    scheduler = Scheduler(LIMITS, 20)
+    scheduler = scheduler_of(LIMITS, 20)
     short, long = context_of("s", [1, 2], 8), context_of("l", list(range(20)), 2, arrival=1.0)
     scheduler.add(short)
     step(scheduler)
@@ -288,7 +411,7 @@ def test_a_prompt_longer_than_a_step_is_computed_in_chunks_beside_decoding() -> 
 
 
 def test_the_last_in_order_is_preempted_and_resumes_from_its_cached_blocks() -> None:
-    scheduler = Scheduler(LIMITS, 7)
+    scheduler = scheduler_of(LIMITS, 7)
     first, second = context_of("1", [1] * 6, 12), context_of("2", [2] * 6, 8, arrival=1.0)
     scheduler.add(first)
     scheduler.add(second)
@@ -302,7 +425,7 @@ def test_the_last_in_order_is_preempted_and_resumes_from_its_cached_blocks() -> 
 
 
 def test_the_deadline_bounds_the_wait_for_the_first_token_only() -> None:
-    scheduler = Scheduler(LIMITS, 7)
+    scheduler = scheduler_of(LIMITS, 7)
     first = context_of("1", [1] * 6, 12)
     second = context_of("2", [2] * 6, 8, arrival=1.0, deadline=10.0)
     late = context_of("3", [3] * 6, 8, arrival=2.0, deadline=10.0)
@@ -317,7 +440,7 @@ def test_the_deadline_bounds_the_wait_for_the_first_token_only() -> None:
 
 
 def test_a_failed_context_leaves_nothing_in_the_cache_not_even_shared_blocks() -> None:
-    scheduler = Scheduler(LIMITS, 12)
+    scheduler = scheduler_of(LIMITS, 12)
     one = context_of("1", [1] * 8, 8)
     scheduler.add(one)
     step(scheduler)
@@ -327,7 +450,7 @@ def test_a_failed_context_leaves_nothing_in_the_cache_not_even_shared_blocks() -
     assert two.block_table[:2] == one.block_table[:2]
     scheduler.end(two, S.FAILED, 0.0, "NaN")
     scheduler.check()
-    assert scheduler.pool.match(one.block_keys, one.token_ids, SIZE) == []
+    assert scheduler.kv.pool.match(one.block_keys, one.token_ids, SIZE) == []
     steps_until(scheduler, lambda: one.terminal)
     three = context_of("3", [1] * 11, 2, arrival=2.0)
     scheduler.add(three)
@@ -337,7 +460,7 @@ def test_a_failed_context_leaves_nothing_in_the_cache_not_even_shared_blocks() -
 
 def test_order_is_tier_then_arrival_and_waiting_lifts_the_tier() -> None:
     limits = EngineLimits(max_model_len=64, block_size=SIZE, max_running=1)
-    scheduler = Scheduler(limits, 20)
+    scheduler = scheduler_of(limits, 20)
     batch = context_of("b", [1], 1, tier=Tier.BATCH, arrival=0.0)
     person = context_of("p", [2], 1, tier=Tier.INTERACTIVE, arrival=100.0)
     scheduler.add(batch)
@@ -348,7 +471,7 @@ def test_order_is_tier_then_arrival_and_waiting_lifts_the_tier() -> None:
 
 
 def test_a_large_request_at_the_head_is_not_passed_for_ever() -> None:  # E20
-    scheduler = Scheduler(LIMITS, 7)
+    scheduler = scheduler_of(LIMITS, 7)
     scheduler.add(context_of("0", [1] * 8, 8, arrival=0.0))
     large = context_of("large", [2] * 20, 4, arrival=1.0)
     step(scheduler)
@@ -366,7 +489,7 @@ def test_a_large_request_at_the_head_is_not_passed_for_ever() -> None:  # E20
 
 @pytest.mark.parametrize("tokens", [27, 28, 29])
 def test_E17_what_just_fits_runs_and_what_does_not_is_refused_at_the_door(tokens: int) -> None:
-    scheduler = Scheduler(LIMITS, 7)  # 28 tokens
+    scheduler = scheduler_of(LIMITS, 7)  # 28 tokens
     other = context_of("o", [5] * 4, 8)
     scheduler.add(other)
     step(scheduler)

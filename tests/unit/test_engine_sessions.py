@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from engine.core import EngineCore
 from engine.protocol import EngineLimits, GenerationRequest
-from engine.sessions import MOST_SESSIONS, SessionKeys
+from engine.sessions import MOST_SESSIONS, Sessions
 from tests.engine_helpers import fake_engine, request, run
 
 SIZE = 4
@@ -70,9 +70,9 @@ def test_turns_that_broke_off_are_known_too() -> None:
 
 
 def test_the_number_of_sessions_is_bounded() -> None:
-    keys = SessionKeys()
+    keys = Sessions()
     for number in range(MOST_SESSIONS + 10):
-        keys.remember(f"s{number}", [b"common", str(number).encode()])
+        keys.remember(turn("t", COMMON, f"s{number}"), [b"common", str(number).encode()], float(number))
     assert keys.whole(lambda _: True) == MOST_SESSIONS
     assert keys.forget("s0") == []
     assert keys.forget("s4000") == [b"4000"]

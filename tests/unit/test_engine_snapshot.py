@@ -15,7 +15,7 @@ import pytest
 
 from engine.context import EVENTS_KEPT
 from engine.fake import FakeEngine
-from engine.protocol import EngineLimits
+from engine.protocol import DiskStats, EngineLimits
 from engine.snapshot import EARLIER, ENDED_KEPT, ContextSnapshot, EngineSnapshot, seconds_in_states, take_snapshot
 from orchestrator.contexts import HostContexts, parse
 from policies.errors import HostUnavailable
@@ -34,7 +34,9 @@ def of(snapshot: EngineSnapshot, name: str) -> ContextSnapshot:
 def at(engine: FakeEngine, now: float) -> EngineSnapshot:
     """The engine's picture as of a moment of ours."""
     contexts = engine._contexts.values()
-    return take_snapshot(engine._scheduler, contexts, (), kv_bytes=1, awake=True, now=now, wall=0.0)
+    return take_snapshot(
+        engine._scheduler, contexts, (), block_bytes=1, disk=DiskStats(), supply=(), awake=True, now=now, wall=0.0
+    )
 
 
 def test_who_runs_is_shown_with_its_tokens_blocks_and_bytes() -> None:
@@ -176,7 +178,7 @@ def test_cached_and_fenced_blocks_are_told_from_free_ones() -> None:
     run(engine, request("done", [1] * 2 * BLOCK, 1))
     engine.add(request("going", [2] * 3 * BLOCK, 5))
     engine._scheduler.schedule(0.0, 0.0)
-    engine._scheduler.launched()
+    engine._scheduler.kv.launched()
     engine.cancel("going", 0, "test")
     snapshot = engine.snapshot()
     counts = {use: snapshot.blocks.count(use) for use in ("cached", "fenced", "free")}  # type: ignore[arg-type]
@@ -189,8 +191,8 @@ def test_references_that_no_live_context_explains_are_counted() -> None:
     engine.add(request("a", [1] * 2 * BLOCK, 5, ignore_eos=True))
     engine.step()
     assert engine.snapshot().unfreed_blocks == 0
-    leaked = engine._scheduler.pool.allocate(2)  # nobody's
-    engine._scheduler.pool.take(of_context(engine, "a")[:1])  # one reference too many on a block that is held
+    leaked = engine._kv_cache.pool.allocate(2)  # nobody's
+    engine._kv_cache.pool.take(of_context(engine, "a")[:1])  # one reference too many on a block that is held
     snapshot = engine.snapshot()
     assert snapshot.unfreed_blocks == 3
     assert [snapshot.blocks[block] for block in leaked] == ["unexplained"] * 2

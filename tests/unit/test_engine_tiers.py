@@ -14,7 +14,7 @@ from engine.scheduler import Scheduler, StepPlan
 from engine.tiers import HostTier, Move, Way
 from policies.preemption import KVCosts, choose_victim, keep
 from policies.types import ContextState
-from tests.engine_helpers import drain, fake_engine, request, run
+from tests.engine_helpers import drain, fake_engine, request, run, scheduler_of, with_pool
 
 SIZE = 4
 LIMITS = EngineLimits(max_model_len=64, block_size=SIZE, step_tokens=64, max_running=4)
@@ -27,7 +27,7 @@ def context_of(name: str, prompt: Sequence[int], max_tokens: int = 4) -> Context
 
 def step(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule(0.0, 0.0)
-    scheduler.launched()
+    scheduler.kv.launched()
     scheduler.computed(plan)
     for chunk in plan.chunks:
         if chunk.start + chunk.count == chunk.context.num_tokens:
@@ -74,7 +74,7 @@ def test_a_slot_that_is_about_to_be_read_is_not_given_out() -> None:
 
 
 def test_what_the_cache_evicts_is_copied_out_and_found_again() -> None:
-    scheduler = Scheduler(LIMITS, 5, host_blocks=8)
+    scheduler = scheduler_of(LIMITS, 5, host_blocks=8)
     run_to_end(scheduler, context_of("first", PROMPT))
     plans = run_to_end(scheduler, context_of("other", range(30, 45)))
     out = [move for plan in plans for move in plan.moves]
@@ -84,11 +84,11 @@ def test_what_the_cache_evicts_is_copied_out_and_found_again() -> None:
     assert again.cached_tokens == 12
     assert {move.slot for move in plan.moves if move.way is Way.IN} <= {move.slot for move in out}
     assert [str(edge.new) for edge in again.events][:3] == ["swapped", "swapping_in", "running"]
-    assert scheduler.host.books().moved_in > 0
+    assert scheduler.kv.host.books().moved_in > 0
 
 
 def test_without_room_in_host_memory_everything_is_computed_again() -> None:
-    scheduler = Scheduler(LIMITS, 5)
+    scheduler = scheduler_of(LIMITS, 5)
     run_to_end(scheduler, context_of("first", PROMPT))
     plans = run_to_end(scheduler, context_of("other", range(30, 45)))
     again = context_of("again", PROMPT)
@@ -98,7 +98,7 @@ def test_without_room_in_host_memory_everything_is_computed_again() -> None:
 
 
 def test_a_copy_that_fails_costs_time_and_the_state_says_why() -> None:
-    scheduler = Scheduler(LIMITS, 5, host_blocks=8)
+    scheduler = scheduler_of(LIMITS, 5, host_blocks=8)
     run_to_end(scheduler, context_of("first", PROMPT))
     run_to_end(scheduler, context_of("other", range(30, 45)))
     again = context_of("again", PROMPT)
@@ -106,8 +106,8 @@ def test_a_copy_that_fails_costs_time_and_the_state_says_why() -> None:
     plan = scheduler.moves_failed(scheduler.schedule(0.0, 0.0), 0.0, "no memory")
     assert plan.chunks == () and plan.moves == ()
     assert again.state is ContextState.WAITING and "no memory" in again.events[-2].reason
-    assert len(scheduler.host) == 0
-    assert not any(scheduler.pool.holds(key) for key in again.block_keys[1:])
+    assert len(scheduler.kv.host) == 0
+    assert not any(scheduler.kv.pool.holds(key) for key in again.block_keys[1:])
     run_to_end_added(scheduler, again)
     assert again.recomputed_tokens == 12 and again.state is ContextState.FINISHED
 
@@ -121,7 +121,7 @@ def run_to_end_added(scheduler: Scheduler, context: Context) -> None:
 def test_E29_a_host_memory_too_small_for_the_swap_falls_back_to_computing_again() -> None:
     limits = EngineLimits(max_model_len=64, block_size=SIZE, step_tokens=64, max_running=4)
     engine = fake_engine(limits, kv_capacity_tokens=64, reply_words=30)
-    engine._scheduler = Scheduler(engine.limits, 14, 1)
+    with_pool(engine, 14, 1)
     expected = {name: run(fake_engine(limits, reply_words=30), request(name, prompt, 20))[name].text for name, prompt in
                 (("a", PROMPT), ("b", list(range(20, 33))), ("c", list(range(40, 53))))}  # fmt: skip
     for name, prompt in (("a", PROMPT), ("b", list(range(20, 33))), ("c", list(range(40, 53)))):
@@ -135,17 +135,17 @@ def test_E29_a_host_memory_too_small_for_the_swap_falls_back_to_computing_again(
 def test_E31_a_generation_whose_blocks_are_all_shared_is_not_preempted_for_nothing() -> None:
     assert choose_victim([3, 2, 0]) == 1
     assert choose_victim([0, 0]) is None
-    scheduler = Scheduler(LIMITS, 20)
+    scheduler = scheduler_of(LIMITS, 20)
     first, second = (context_of(name, PROMPT[:9], 8) for name in "ab")
     scheduler.add(first)
     step(scheduler)
     scheduler.add(second)
     step(scheduler)
-    assert scheduler._victim(first) is second
-    scheduler._release(second)  # all that is left of it is what it shares
-    scheduler.pool.take(first.block_table[:2])
+    assert scheduler._victim(first, 0.0) is second
+    scheduler.kv.release(second)  # all that is left of it is what it shares
+    scheduler.kv.pool.take(first.block_table[:2])
     second.block_table = first.block_table[:2]
-    assert scheduler._victim(first) is first
+    assert scheduler._victim(first, 0.0) is first
 
 
 # -- through an engine ---------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_E31_a_generation_whose_blocks_are_all_shared_is_not_preempted_for_nothi
 def test_sleeping_parks_the_most_recent_kv_and_waking_finds_it() -> None:
     moved: list[Move] = []
     engine = fake_engine(EngineLimits(256, SIZE, kv_host_bytes=2**20), kv_capacity_tokens=256, kv_bytes=2**20)
-    engine._move = moved.extend  # type: ignore[method-assign]
+    engine._carrier._move = moved.extend
     run(engine, request("old", list(range(50, 63))), request("new", PROMPT))
     engine.sleep()
     assert engine.stats().kv_blocks_cached == 0
@@ -175,7 +175,7 @@ def test_copies_that_fail_change_no_answer(error: Exception) -> None:
         if moves:
             raise error
 
-    engine._move = fails  # type: ignore[method-assign]
+    engine._carrier._move = fails
     for number in range(4):
         said = run(engine, request("a", PROMPT, 30), request("b", list(range(60 + number, 90)), 30))
         assert said["a"].text == expected
@@ -192,7 +192,7 @@ def test_kv_of_a_failed_generation_is_kept_nowhere() -> None:
     run(engine, request("a", PROMPT, 3))
     engine.sleep()
     engine.wake()
-    assert len(engine._scheduler.host) > 0
+    assert len(engine._kv_cache.host) > 0
     engine.settings = engine.settings.__class__(nan_at_token=2)  # type: ignore[attr-defined]
     assert run(engine, request("b", PROMPT, 3))["b"].last.error is not None
     engine.settings = engine.settings.__class__()  # type: ignore[attr-defined]

@@ -26,6 +26,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
         tool_calls=st.lists(st.just(CALL), max_size=2).map(tuple),
         tool_call_id=st.none() | text,
         pinned=st.booleans(),
+        ids=st.none() | text,
         extra=st.dictionaries(text.map("x_".__add__), st.integers(-9, 9) | text, max_size=2),
     )
 )

@@ -61,7 +61,7 @@ def test_the_template_may_refuse(directory: Path) -> None:
 def test_the_fallback_begins_with_bos_and_stops_before_the_next_user(directory: Path) -> None:
     tokenizer = load_tokenizer(directory)
     assert tokenizer.render(MESSAGES) == (
-        "<s> be brief \n\nUser: héllo 川 \n\n x\nAssistant: ok\nUser: again\nAssistant:"
+        "<s> be brief \n\nUser: héllo 川 \n\n x\nAssistant:ok\nUser: again\nAssistant:"
     )
     assert tokenizer.fallback and tokenizer.stop == FALLBACK_STOP
 

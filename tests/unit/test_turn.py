@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from engine.protocol import GenerationRequest, Output, Usage
+from orchestrator.answers import recall
 from orchestrator.config import ModelConfig, TenantConfig
 from orchestrator.generation import Progress
 from orchestrator.tokens import load_tokenizer
 from orchestrator.turn import Ask, Done, Piece, Started, TurnRunner
 from policies.errors import EngineError, LeaseLost, OrchestratorError, StoreUnavailable
+from session_store.items import Item
 from session_store.records import Begun
 
 MODEL = ModelConfig(name="m", source="fake", memory=1, max_model_len=256, default_max_tokens=16)
@@ -28,6 +30,7 @@ class FakeStore:
         self.calls: list[str] = []
         self.fail = fail
         self.committed: Any = None
+        self.items: tuple[Item, ...] = ()
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -36,7 +39,7 @@ class FakeStore:
 
     async def begin_turn_waiting(self, tenant: str, session_id: str, turn_id: str, **_: Any) -> Begun:
         self._call("begin")
-        return Begun(tenant, session_id, turn_id, 1, 0, (), 0, None, None)
+        return Begun(tenant, session_id, turn_id, 1, 0, self.items, 0, None, None)
 
     async def reserve(self, *_: Any, **__: Any) -> None:
         self._call("reserve")
@@ -83,6 +86,22 @@ class FakeGenerator:
             self.closed = True
 
 
+class Speaker(FakeGenerator):
+    """Says these (token ids, text), then ends; over two hosts, the second of which goes on with the request."""
+
+    def __init__(self, *steps: tuple[tuple[int, ...], str]) -> None:
+        super().__init__([])
+        self.steps = steps
+
+    async def outputs(self, request: GenerationRequest, model: str, progress: Progress) -> AsyncIterator[Output]:
+        self.request = request
+        for number, (ids, text) in enumerate(self.steps, 1):
+            usage = Usage(len(request.prompt_token_ids), number, 0, 0, 0.0, 0.0, 0.0)
+            progress.hosts.append(f"host {number // 2}")
+            end = "stop" if number == len(self.steps) else None
+            yield Output(request.request_id, number // 2, ids, text, end, usage=usage)
+
+
 class SilentLog:
     def warning(self, *_: Any, **__: Any) -> None: ...
 
@@ -111,6 +130,44 @@ async def test_done_comes_only_after_the_commit() -> None:
     items, reply, used = store.committed
     assert [(item.role, item.content) for item in items] == [("user", "hi"), ("assistant", "ab")]
     assert reply["finish_reason"] == "stop" and used == reply["prompt_tokens"] + 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"),
+    [
+        ([(b"one", "one"), (b" two", " two"), (b"\0", "")], b"one two"),  # the end token is the template's business
+        ([(b"one", "o"), (b" two", "ne tw"), (b"", "o")], b"one two"),  # text that was held back
+        ([(b"one", "one"), (b"\nUser:", "")], b"one"),  # cut by a stop string
+        ([(b"caf\xc3", "caf"), (b"", "\ufffd")], b"caf\xc3"),  # ends within a character
+        ([(b"caf\xc3", "caf"), (b"\xa9", "é")], b"caf\xc3\xa9"),
+        ([(b"one", "uno")], None),
+        ([(b"o\0ne", "one")], None),  # a control token within it
+        ([(b"\0", "")], None),
+    ],
+)
+async def test_a_session_keeps_the_ids_of_what_was_said(steps: list[tuple[bytes, str]], kept: bytes | None) -> None:
+    store, generator = FakeStore(), Speaker(*((tuple(said), text) for said, text in steps))
+    pieces = [e async for e in runner(store, generator).run(ask(), Progress(0.0)) if isinstance(e, Piece)]
+    question, answer = store.committed[0]
+    assert question.ids is None
+    assert answer.content == "".join(piece.text for piece in pieces) == "".join(text for _, text in steps)
+    encoder = load_tokenizer(None).encoder
+    found = None if answer.ids is None else recall(encoder, answer.ids, answer.content)
+    assert found == (None if kept is None else list(kept))
+
+
+async def test_the_next_turn_says_them_again() -> None:
+    store, generator = FakeStore(), Speaker((tuple(b"caf\xc3"), "caf"), ((), "\ufffd"))
+    async for _ in runner(store, generator).run(ask(), Progress(0.0)):
+        pass
+    first = generator.request
+    store.items = tuple(store.committed[0])
+    async for _ in runner(store, generator).run(ask(), Progress(0.0)):
+        pass
+    assert first is not None and generator.request is not None
+    assert bytes(generator.request.prompt_token_ids) == (
+        bytes(first.prompt_token_ids) + b"caf\xc3" + b"\n" + bytes(first.prompt_token_ids)
+    )
 
 
 async def test_a_failed_commit_acknowledges_nothing() -> None:

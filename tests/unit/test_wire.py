@@ -103,3 +103,21 @@ def test_top_logprobs_needs_logprobs() -> None:
         with pytest.raises(BadRequest) as raised:
             parsed(**fields)
         assert raised.value.param == "top_logprobs"
+
+
+def test_stream_options_are_a_streams() -> None:
+    options = parsed(stream=True, stream_options={"include_usage": True}).stream_options
+    assert options is not None and options.include_usage
+    for fields in ({}, {"stream": False}, {"stream": None}):
+        for value in ({}, {"include_usage": False}):
+            with pytest.raises(BadRequest, match="stream: true") as raised:
+                parsed(stream_options=value, **fields)
+            assert raised.value.param == "stream_options"
+
+
+def test_two_limits_must_agree() -> None:
+    assert parsed(max_tokens=4, max_completion_tokens=4).answer_limit == 4
+    assert parsed(max_tokens=4, max_completion_tokens=None).answer_limit == 4
+    with pytest.raises(BadRequest, match="max_completion_tokens 5") as raised:
+        parsed(max_tokens=4, max_completion_tokens=5)
+    assert raised.value.param == "max_tokens"
