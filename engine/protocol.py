@@ -65,6 +65,7 @@ class GenerationRequest:
     delivered_token_ids: tuple[int, ...] = ()
     arrival: float = 0.0  # wall-clock seconds of the first arrival at a gateway; kept over every retry
     deadline: float | None = None  # wall-clock seconds
+    keep_alive_seconds: float | None = None  # the model stays awake for so long after it; None: as configured
     pin_seconds: float = 0.0  # its session's KV is evicted last for so long
     pin_bytes: int = 0  # that its tenant may have pinned in one engine
 

@@ -6,6 +6,7 @@ later as an event of the pool. ``now``, ``at``, ``expires`` and ``last_used`` ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -39,6 +40,9 @@ class ModelSpec:
     max_waiting: int = 1000  # requests; more get QueueFull
     problem: str = ""  # why it cannot be loaded, known before the first request
     replicas: int = 1  # hosts; those after the first are started when bytes are to spare
+    preload: bool = False  # loaded at start; displaced by others, it comes back when they are idle
+    keep_alive_seconds: float = math.inf  # idle for so long, it is put to sleep
+    min_resident_seconds: float | None = None  # not put to sleep for another earlier; None: as the pool says
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class HostReport:
     in_flight: int = 0  # generations
     last_used: float = 0.0
     redeemed: tuple[str, ...] = ()  # tickets whose requests have arrived
+    keep_alive_seconds: float | None = None  # what its last request asked for; None: nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,7 @@ class ModelStatus:
     since: float  # when it entered ``state``
     pinned: bool
     cooldown_until: float  # new requests are rejected until then
+    keep_alive_seconds: float | None  # idle for so long, it is put to sleep; None: never
 
 
 class Effects(Protocol):
@@ -125,7 +131,7 @@ class Effects(Protocol):
         """Give the memory back, keep the process → on_slept | on_failed."""
 
     def wake(self, ref: HostRef) -> None:
-        """→ on_woken | on_wake_failed (rolled back: asleep again)."""
+        """→ on_woken | on_wake_failed (rolled back: asleep again) | on_quarantined (it is not what it was)."""
 
     def unload(self, ref: HostRef) -> None:
         """End the process, if there still is one, and see its memory freed → on_unloaded. May be asked twice."""

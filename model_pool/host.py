@@ -86,6 +86,7 @@ class EngineHost:
         self._channels = Channels(SILENCE_SECONDS)
         self._redeemed: deque[str] = deque(maxlen=REDEEMED_KEPT)
         self._last_used = time.time()
+        self._keep_alive_seconds: float | None = None  # of the last request
         self._stats = EngineStats()
         self._residual_bytes = 0
         self._draining: _Draining | None = None
@@ -158,7 +159,8 @@ class EngineHost:
             return error
         except EngineError as error:  # a wrong canary: these weights must not answer anybody
             self._cause = error
-            os._exit(1)
+            self._move(S.QUARANTINED)
+            return error
         self._move(S.READY)
         return await self.picture()
 
@@ -208,6 +210,7 @@ class EngineHost:
             self._look_drained()
             return error
         self._last_used = time.time()
+        self._keep_alive_seconds = request.keep_alive_seconds
         return None
 
     async def cancel(self, request_id: str, generation: int, reason: str) -> bool:
@@ -272,6 +275,7 @@ class EngineHost:
             in_flight=self._channels.in_flight,
             last_used=self._last_used,
             redeemed=tuple(self._redeemed),
+            keep_alive_seconds=self._keep_alive_seconds,
         )
 
     def _promised(self) -> int:

@@ -93,7 +93,8 @@ class Lifecycle:
         self._ledger.book(name, device, max(slot.need_bytes, self._ledger.held_bytes(name)))
         slot.asked_at = now
         slot.committed = slot.restore = False
-        slot.wanted_since = slot.evicted_for = None
+        slot.wanted_since = slot.evicted_for = slot.asked_keep_alive_seconds = None
+        slot.displaced = False
         slot.in_flight = 0
         if slot.state is _S.SLEEPING:
             self._move(slot, _S.WAKING, reason, now)
@@ -153,6 +154,7 @@ class Lifecycle:
             self.unload(slot, reason, now)
             return
         slot.evicted_for = target
+        slot.displaced = slot.displaced or (target is not None and slot.spec.preload)
         slot.unload_after = unload
         slot.sleep_asked = False
         self._move(slot, _S.DRAINING, reason, now)
@@ -168,6 +170,11 @@ class Lifecycle:
         slot.sleep_asked = True
         slot.asked_at = now
         self._effects.sleep(slot.ref)
+
+    def quarantine(self, slot: Slot, error: object, now: float) -> None:
+        """It woke, and its canary's answer is wrong: whatever it is now, it ends. Who waits for it gets a cold load."""
+        self._move(slot, _S.QUARANTINED, f"woke after {now - slot.asked_at:.1f} s, but {_message(error)}", now)
+        self.unload(slot, "quarantined: the next start is a cold load", now)
 
     def slept(self, slot: Slot, report: HostReport, now: float) -> None:
         before = self._ledger.held_bytes(slot.ref.name)
@@ -304,7 +311,7 @@ class Lifecycle:
             reason = f"found {state} with {self._ledger.held_bytes(ref.name)} bytes on {device}"
         except DoesNotFit as error:
             state, reason = _S.UNLOADING, f"found {state}, but {error}"
-        if state in (_S.COLD, _S.FAILED, _S.LOST):
+        if state in (_S.COLD, _S.FAILED, _S.LOST, _S.QUARANTINED):
             state = _S.UNLOADING
         if state in (_S.READY, _S.DRAINING):
             slot.memory_bytes = measured

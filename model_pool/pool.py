@@ -7,9 +7,11 @@ state a host is in, are recorded and ignored: outcomes may come late, twice or n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from model_pool.effects import Effects, HostRef, HostReport, ModelSpec, ModelStatus, RoutingTable
+from model_pool.idling import Idling
 from model_pool.ledger import DeviceBooks, Ledger
 from model_pool.lifecycle import Lifecycle
 from model_pool.slot import Fleet, PoolSettings, Slot
@@ -26,8 +28,8 @@ from policies.errors import (
     OrchestratorError,
     QueueFull,
 )
-from policies.residency import Action, ActionKind, ResidencyPolicy
-from policies.types import ModelState, Tier
+from policies.residency import Action, ActionKind, Plan, ResidencyPolicy
+from policies.types import DemandView, ModelState, Tier
 
 _S = ModelState
 
@@ -62,6 +64,7 @@ class Pool:
         self._desk = TicketDesk(self._fleet.models, self._settings.aging_seconds)
         self._life = Lifecycle(self._fleet, self._ledger, self._desk, effects, self._settings)
         self._views = Views(self._fleet, self._ledger, self._desk, self._settings)
+        self._idling = Idling(self._fleet, self._ledger, self._views, self._life, self._settings)
 
     # --- requests
 
@@ -153,6 +156,12 @@ class Pool:
             self._life.fail(slot, error, now)
             self._replan(now)
 
+    def on_quarantined(self, ref: HostRef, error: object, now: float) -> None:
+        """It woke up as something else; the process answers nobody and ends."""
+        if slot := self._expect(ref, f"quarantined: {error}", now, _S.WAKING):
+            self._life.quarantine(slot, error, now)
+            self._replan(now)
+
     def on_unloaded(self, ref: HostRef, now: float) -> None:
         if ref in self._strangers:
             self._strangers.discard(ref)
@@ -172,6 +181,7 @@ class Pool:
         slot.last_used = max(slot.last_used, report.last_used)
         if slot.state is _S.READY:
             slot.in_flight = report.in_flight
+            slot.asked_keep_alive_seconds = report.keep_alive_seconds
             if report.memory_bytes:
                 self._measure(slot, report, now)
         elif slot.state is _S.DRAINING:
@@ -203,6 +213,7 @@ class Pool:
                     slot, f"0 in flight, restarted: drifted past the {slot.memory_bytes} bytes it had", now, unload=True
                 )
                 slot.restore = True
+        self._idling.tick(now)
         self._replan(now)
         retry = self._settings.retry_after_seconds
         for ticket in self._desk.overdue(now):
@@ -252,6 +263,14 @@ class Pool:
 
     def books(self) -> tuple[DeviceBooks, ...]:
         return self._ledger.books()
+
+    def dry_run(self, model: str, now: float) -> Plan:
+        """What would be done if a request for this model came now, and it is not up. Nothing is done."""
+        slots = self._named(model)
+        slot = min(slots, key=lambda s: NEAREST_FIRST.index(s.state))
+        device = self._views.device_for(slot, {})
+        demand = DemandView(model, slot.need_bytes, now, Tier.STANDARD, 1, host=slot.ref.name)
+        return self._policy.plan(self._views.pool(device, [demand], now))
 
     # --- planning
 
@@ -307,12 +326,18 @@ class Pool:
                 self._life.start(slot, device, reason, now)
 
     def _spread(self, device: str, now: float) -> None:
-        """Start further hosts of models that are up, as far as bytes are to spare: they evict nobody."""
+        """Start further hosts of models that are up, as far as bytes are to spare: they evict nobody.
+
+        One that falls asleep by its keep_alive is started while the others are busy only: else it would be for ever.
+        """
         for slot in self._fleet:
             if slot.ref.number == 0 or slot.state not in STARTABLE or slot.cooling(now):
                 continue
             siblings = self._fleet.of(slot.name)
-            if not any(s.state is _S.READY for s in siblings) or self._views.device_for(slot, {}) != device:
+            ready = [s for s in siblings if s.state is _S.READY]
+            busy = any(self._views.in_flight(s, now) for s in ready)
+            wanted = ready and (busy or math.isinf(slot.keep_alive_seconds))
+            if not wanted or self._views.device_for(slot, {}) != device:
                 continue
             extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
             free = self._ledger.free_bytes(device)
@@ -349,7 +374,7 @@ class Pool:
         """Evict every host of a model that is in one of these states, and forget why it should come back."""
         slots = self._named(model)
         for slot in slots:
-            slot.restore, slot.wanted_since = False, None
+            slot.restore, slot.wanted_since, slot.displaced = False, None, False
             if slot.state in states:
                 reason = f"{verb} asked by admin, {slot.in_flight} in flight"
                 self._life.evict(slot, reason, now, unload=verb == "unload")

@@ -17,6 +17,7 @@ class PoolSettings:
     """Times and limits of the pool."""
 
     min_resident_seconds: float = 30.0  # a ready host is not evicted earlier; limits sleeping, never waking
+    reclaim_after_seconds: float = 60.0  # a displaced default model returns when the others were idle for so long
     ticket_ttl_seconds: float = 10.0  # a placement must be redeemed within
     cooldown_seconds: float = 5.0  # after the first failed load; doubles with each further one
     cooldown_cap_seconds: float = 300.0
@@ -55,6 +56,8 @@ class Slot:
     restore: bool = False  # bring back when memory allows and nobody waits for it
     adopted: bool = False  # its outcome is learned from reports
     drifted: bool = False  # took more than the device has: restart it when idle
+    displaced: bool = False  # a default model that made room for another; the admin did not put it down
+    asked_keep_alive_seconds: float | None = None  # by its last request
     last_decision: str = ""  # said already
 
     cause: LoadFailed | None = None
@@ -77,6 +80,12 @@ class Slot:
     def need_bytes(self) -> int:
         """Device bytes of its host when ready: measured, else as configured."""
         return self.spec.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    @property
+    def keep_alive_seconds(self) -> float:
+        """Idle for so long, it is put to sleep."""
+        asked = self.asked_keep_alive_seconds
+        return self.spec.keep_alive_seconds if asked is None else asked
 
     def cooling(self, now: float) -> bool:
         return now < self.cooldown_until

@@ -15,7 +15,8 @@ MODEL_EDGES: Mapping[ModelState, frozenset[ModelState]] = {
     _S.READY: frozenset({_S.DRAINING, _S.LOST}),
     _S.DRAINING: frozenset({_S.SLEEPING, _S.UNLOADING, _S.LOST}),
     _S.SLEEPING: frozenset({_S.WAKING, _S.UNLOADING, _S.LOST}),
-    _S.WAKING: frozenset({_S.READY, _S.SLEEPING, _S.LOST}),  # → SLEEPING: rolled back
+    _S.WAKING: frozenset({_S.READY, _S.SLEEPING, _S.QUARANTINED, _S.LOST}),  # → SLEEPING: rolled back
+    _S.QUARANTINED: frozenset({_S.UNLOADING, _S.LOST}),
     _S.UNLOADING: frozenset({_S.COLD}),
     _S.FAILED: frozenset({_S.COLD}),  # cooldown over and process gone
     _S.LOST: frozenset({_S.LOADING, _S.FAILED, _S.COLD}),  # → COLD: nobody needs it now
@@ -26,5 +27,6 @@ ON_THE_WAY = frozenset({_S.LOADING, _S.WARMING, _S.WAKING})  # becomes READY wit
 STARTABLE = frozenset({_S.COLD, _S.SLEEPING})
 # A model's state is that of its host which is nearest to serving.
 NEAREST_FIRST = (
-    _S.READY, _S.WARMING, _S.WAKING, _S.LOADING, _S.DRAINING, _S.SLEEPING, _S.UNLOADING, _S.LOST, _S.COLD, _S.FAILED,
+    _S.READY, _S.WARMING, _S.WAKING, _S.LOADING, _S.DRAINING, _S.SLEEPING, _S.QUARANTINED, _S.UNLOADING, _S.LOST,
+    _S.COLD, _S.FAILED,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from model_pool.effects import ModelStatus
@@ -22,6 +23,10 @@ class Views:
         self._desk = desk
         self._devices = ledger.devices
         self._settings = settings
+
+    def min_resident_seconds(self, slot: Slot) -> float:
+        own = slot.spec.min_resident_seconds
+        return self._settings.min_resident_seconds if own is None else own
 
     def in_flight(self, slot: Slot, now: float) -> int:
         """Generations and tickets not yet redeemed: a host with either is busy."""
@@ -84,6 +89,7 @@ class Views:
             since=slot.since,
             pinned=slot.pinned,
             cooldown_until=slot.cooldown_until,
+            keep_alive_seconds=None if math.isinf(slot.keep_alive_seconds) else slot.keep_alive_seconds,
         )
 
     def waiting_for(self, slot: Slot, now: float) -> str:
@@ -162,4 +168,5 @@ class Views:
             pinned=slot.pinned,
             waiting=self._desk.waiting(slot.name),
             tier=slot.tier,
+            min_resident_seconds=slot.spec.min_resident_seconds,
         )

@@ -112,8 +112,13 @@ class ModelConfig(Section):
     ordering: str = Field("priority", description="who runs first: priority (tier, then arrival), fcfs or sjf")
     kv_host: ByteSize = Field(ByteSize(0), description="of memory: for KV that left the device")
     replicas: int = Field(1, ge=1, le=64, description="hosts; those after the first only when bytes are to spare")
+    aliases: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field((), description="other names for it in requests")
     pinned: bool = Field(False, description="never evicted for another model")
-    preload: bool = Field(False, description="loaded at start")
+    preload: bool = Field(False, description="loaded at start; displaced, it returns when the others are idle")
+    keep_alive_seconds: float | None = Field(
+        None, ge=0, description="idle for so long, it is put to sleep; none: never"
+    )
+    min_resident_seconds: float | None = Field(None, ge=0, description="instead of pool.min_resident_seconds")
     chat_template: str | None = Field(None, description="jinja2 text; none: the model's own, else a plain fallback")
     load_timeout_seconds: float = Field(600.0, gt=0, description="for a load or a wake")
     fake: FakeConfig | None = None
@@ -160,6 +165,7 @@ class SessionConfig(Section):
 class PoolConfig(Section):
     policy: str = Field("lru", description="who holds memory; lru is the one there is")
     min_resident_seconds: float = Field(1.0, ge=0, description="a ready model is not evicted earlier")
+    reclaim_after_seconds: float = Field(60.0, ge=0, description="others idle for so long: a displaced preload returns")
     ticket_seconds: float = Field(10.0, gt=0, description="a placed request must arrive at its host within")
     cooldown_seconds: float = Field(10.0, ge=0, description="after a failed load; doubles up to 16 times this")
 
@@ -185,7 +191,7 @@ class Config(Section):
     def _consistent(self) -> Config:
         for kind, names in (
             ("device", [d.name for d in self.devices]),
-            ("model", [m.name for m in self.models]),
+            ("model", [name for m in self.models for name in (m.name, *m.aliases)]),
             ("tenant", [t.name for t in self.tenants]),
         ):
             twice = sorted({n for n in names if names.count(n) > 1})

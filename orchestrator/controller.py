@@ -30,8 +30,9 @@ from orchestrator.aggregator import push
 from orchestrator.detached import start_detached
 from orchestrator.logs import event_logger
 from orchestrator.metrics import ControllerMetrics
-from policies.errors import HostLost, LoadFailed, ModelLoading, OrchestratorError
+from policies.errors import EngineError, HostLost, LoadFailed, ModelLoading, OrchestratorError
 from policies.registry import RESIDENCY
+from policies.residency import Plan
 from policies.types import ModelState, Tier
 
 Result = TypeVar("Result")
@@ -172,9 +173,18 @@ class Controller:
         models = tuple(ModelPicture(s, pictures.get((s.host, s.epoch))) for s in self._pool.status(time.time()))
         return PoolPicture(models, self._pool.books(), os.getpid())
 
-    async def events(self, model: str | None = None, most: int = 100) -> list[PoolEvent]:
-        chosen = [event for event in self._events if model in (None, event.model)]
+    async def events(self, model: str | None = None, most: int = 100, after: float = 0.0) -> list[PoolEvent]:
+        """The last ones, oldest first. All of one moment are recorded together: none is missed by ``after``."""
+        chosen = [event for event in self._events if model in (None, event.model) and event.at > after]
         return chosen[-most:]
+
+    async def dry_run(self, model: str) -> Plan | OrchestratorError:
+        """What would be done for a request for this model that came now."""
+        await self.start()
+        try:
+            return self._pool.dry_run(model, time.time())
+        except OrchestratorError as error:
+            return error
 
     async def ask(self, verb: str, model: str) -> ModelState | OrchestratorError:
         """What an operator may ask of a model (``api.admin.VERBS``); answers with its state now."""
@@ -286,6 +296,8 @@ class Controller:
             self._count(ref.model, "wake", time.time() - begin)
             self._took(ref, answer)
             self._pool.on_woken(ref, answer.report, time.time())
+        elif isinstance(answer, EngineError):
+            self._pool.on_quarantined(ref, answer, time.time())
         elif not isinstance(answer, HostLost):
             self._pool.on_wake_failed(ref, answer, time.time())
 

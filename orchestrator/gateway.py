@@ -203,8 +203,19 @@ class Gateway:
     @app.get("/admin/events")
     async def admin_events(self, request: Request) -> Response:
         self._tenants.authenticate_admin(request.headers.get("authorization"))
-        most = admin.count_param(request.query_params.get("limit"), default=100, most=1000)
-        return _json(admin.events(await self._controller.events.remote(request.query_params.get("model"), most)))
+        asked = request.query_params
+        most = admin.count_param(asked.get("limit"), default=100, most=1000)
+        after = admin.time_param(asked.get("after"))
+        return _json(admin.events(await self._controller.events.remote(asked.get("model"), most, after)))
+
+    @app.get("/admin/models/{name}/plan")
+    async def admin_plan(self, request: Request, name: str) -> Response:
+        """What a request for this model would cause now."""
+        self._tenants.authenticate_admin(request.headers.get("authorization"))
+        answer = await self._controller.dry_run.remote(name)
+        if isinstance(answer, OrchestratorError):
+            raise answer
+        return _json({"model": name, "actions": [dataclasses.asdict(action) for action in answer.actions]})
 
     @app.post("/admin/models/{name}/{verb}")
     async def admin_ask(self, request: Request, name: str, verb: str) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -65,6 +66,9 @@ def pool_plan(config: Config, prepared: Prepared, log_path: Path) -> PoolPlan:
                 model.max_waiting,
                 _problem(prepared[model.name]),
                 model.replicas,
+                model.preload,
+                math.inf if model.keep_alive_seconds is None else model.keep_alive_seconds,
+                model.min_resident_seconds,
             )
             for model in config.models
         ),
@@ -73,6 +77,7 @@ def pool_plan(config: Config, prepared: Prepared, log_path: Path) -> PoolPlan:
         policy=config.pool.policy,
         settings=PoolSettings(
             min_resident_seconds=config.pool.min_resident_seconds,
+            reclaim_after_seconds=config.pool.reclaim_after_seconds,
             ticket_ttl_seconds=config.pool.ticket_seconds,
             cooldown_seconds=cooldown,
             cooldown_cap_seconds=16 * cooldown,

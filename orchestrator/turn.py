@@ -58,6 +58,7 @@ class Ask:
     session_id: str | None = None
     idempotency_key: str | None = None
     fingerprint: str | None = None  # of the body, to tell a retry from another request under the same key
+    keep_alive_seconds: float | None = None  # the model stays awake for so long after it; None: as configured
     pin_seconds: float = 0.0  # the session's KV is evicted last for so long
     turn_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     arrival: float = field(default_factory=time.time)
@@ -244,6 +245,7 @@ class TurnRunner:
             tier=ask.tenant.tier,
             session=None if ask.session_id is None else f"{ask.tenant.name}/{ask.session_id}",
             arrival=ask.arrival,
+            keep_alive_seconds=ask.keep_alive_seconds,
             pin_seconds=ask.pin_seconds,
             pin_bytes=int(ask.tenant.kv_pin),
         )

@@ -146,14 +146,18 @@ def _why_not(view: PoolView, others: Sequence[HostView]) -> str:
     dwelling = [h for h in others if h.state is ModelState.READY and not _may_sleep(view, h)]
     busy = sorted(h.model for h in others if h.state in (ModelState.LOADING, ModelState.WARMING, ModelState.WAKING))
     if dwelling:
-        first = min(dwelling, key=lambda h: h.ready_since)
-        until = first.ready_since + view.min_resident_seconds
-        return f"{first.model} stays until t={until:.1f} s (minimum residence {view.min_resident_seconds} s)"
+        first = min(dwelling, key=lambda h: h.ready_since + _dwell(view, h))
+        dwell = _dwell(view, first)
+        return f"{first.model} stays until t={first.ready_since + dwell:.1f} s (minimum residence {dwell} s)"
     return f"waiting for {', '.join(busy) or 'bytes to be given back'}"
 
 
 def _may_sleep(view: PoolView, host: HostView) -> bool:
-    return host.state is ModelState.READY and view.now - host.ready_since >= view.min_resident_seconds
+    return host.state is ModelState.READY and view.now - host.ready_since >= _dwell(view, host)
+
+
+def _dwell(view: PoolView, host: HostView) -> float:
+    return view.min_resident_seconds if host.min_resident_seconds is None else host.min_resident_seconds
 
 
 def _worth(host: HostView) -> tuple[int, int, bool, float, str]:

@@ -33,6 +33,7 @@ class ModelState(StrEnum):
     DRAINING = "draining"  # finishes what it has, takes nothing new
     SLEEPING = "sleeping"  # process alive, weights and KV given back
     WAKING = "waking"  # weights being copied back
+    QUARANTINED = "quarantined"  # woke with a wrong canary: it must answer nobody
     UNLOADING = "unloading"  # process being ended
     FAILED = "failed"  # the load failed; in cooldown
     LOST = "lost"  # the process died
@@ -79,6 +80,7 @@ class HostView:
     pinned: bool = False
     waiting: int = 0  # requests waiting for this model
     tier: Tier = Tier.STANDARD  # of the tickets last placed on it; warm traffic is not seen here
+    min_resident_seconds: float | None = None  # not put to sleep for another earlier; None: as the pool says
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import difflib
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ async def _contexts_of(
 def one_model(listed: dict[str, Any], name: str) -> dict[str, Any]:
     entry: dict[str, Any]
     for entry in listed["data"]:
-        if entry["id"] == name:
+        if name in (entry["id"], *entry["aliases"]):
             return entry
     raise ModelNotFound(f"the model {name!r} does not exist", param="model")
 
@@ -84,6 +85,17 @@ def count_param(text: str | None, *, default: int, most: int) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= most:
         raise BadRequest(f"limit must be 1 to {most}, not {text!r}", param="limit")
     return int(text)
+
+
+def time_param(text: str | None) -> float:
+    """Seconds since the epoch; 0 when it is left out."""
+    try:
+        value = float(text or 0.0)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadRequest(f"after must be seconds since the epoch, not {text!r}", param="after")
+    return value
 
 
 def _model(entry: ModelPicture) -> dict[str, Any]:

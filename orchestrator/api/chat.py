@@ -37,7 +37,7 @@ class ChatRoute:
         self._config = config
         self._runner = runner
         self._metrics = metrics
-        self._models = {model.name: model for model in config.models}
+        self._models = {name: model for model in config.models for name in (model.name, *model.aliases)}
 
     async def answer(self, request: Request, tenant: TenantConfig) -> Response:
         """One chat completion, streamed or whole."""
@@ -87,6 +87,7 @@ class ChatRoute:
             session_id=session_id,
             idempotency_key=key,
             fingerprint=_fingerprint(raw) if key is not None else None,
+            keep_alive_seconds=body.keep_alive_seconds,
             pin_seconds=_pin_seconds(body, session_id, tenant),
         )
 

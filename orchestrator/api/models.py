@@ -27,6 +27,7 @@ def model_list(config: Config, tokenizers: Mapping[str, ChatTokenizer], pool: Po
                 "state": states.get(model.name),
                 "context_length": model.max_model_len,
                 "source": model.source,
+                "aliases": list(model.aliases),
                 "chat_template": None if tokenizer is None else "fallback" if tokenizer.fallback else "own",
             }
         )

@@ -6,6 +6,8 @@ refused too: an option is never ignored silently.
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -26,7 +28,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "web_search_options": (),
-    "keep_alive": (),
     "store": (False,),
     "verbosity": (),
     "prompt_cache_key": (),
@@ -37,6 +38,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 MOST_BIASES = 1024
+DURATION = re.compile(r"(-?\d+(?:\.\d+)?)([smh]?)")
+DURATION_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class TextPart(BaseModel):
@@ -99,6 +102,7 @@ class ChatRequest(BaseModel):
     user: str | None = None  # carried by clients for their own records
     metadata: dict[str, str] | None = None
     session_id: str | None = None
+    keep_alive: float | str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] = "in_memory"
 
     @field_validator("stream_options")
@@ -125,6 +129,24 @@ class ChatRequest(BaseModel):
         if any(not stop for stop in stops):
             raise ValueError("a stop string must not be empty")
         return value
+
+    @property
+    def keep_alive_seconds(self) -> float | None:
+        assert not isinstance(self.keep_alive, str)  # the validator has read it
+        return self.keep_alive
+
+    @field_validator("keep_alive")
+    @classmethod
+    def _duration(cls, value: float | str | None) -> float | None:
+        """Seconds, or a text such as "30s", "5m", "1h"; negative: for ever (as ollama has it)."""
+        if isinstance(value, str):
+            found = DURATION.fullmatch(value)
+            if found is None:
+                raise ValueError(f"{value!r} is no duration: seconds, or a number with s, m or h")
+            value = float(found[1]) * DURATION_SECONDS[found[2] or "s"]
+        if value is not None and not math.isfinite(value):
+            raise ValueError("must be finite; a negative number means for ever")
+        return math.inf if value is not None and value < 0 else value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -197,7 +219,7 @@ def drop_switched_off(body: dict[str, Any]) -> dict[str, Any]:
 def explain_invalid(errors: list[Any]) -> BadRequest:
     """The first problem of a pydantic ValidationError as an OpenAI error naming the field."""
     first = errors[0]
-    location = [str(part) for part in first["loc"] if part not in ("str", "list[TextPart]", "list[str]")]
+    location = [str(part) for part in first["loc"] if part not in ("str", "float", "list[TextPart]", "list[str]")]
     param = ".".join(location) or None
     if first["type"] == "extra_forbidden":
         return UnsupportedField(f"unknown field {param!r}", param=param)

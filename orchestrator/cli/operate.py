@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -12,6 +15,10 @@ from rich.table import Table
 
 from orchestrator.cli.app import app
 from orchestrator.cli.common import JsonOption, KeyOption, UrlOption, admin, out, size
+from orchestrator.explain import explain as sentences
+
+FOLLOW_SECONDS = 1.0
+NO_PLAN = ("ready", "loading", "warming", "waking")  # a request would start nothing
 
 
 @app.command(epilog="Example: orchestrator ps --json | jq .models")
@@ -48,20 +55,60 @@ def ps(url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
 def events(
     model: Annotated[str | None, typer.Option(help="Only of this model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000)] = 30,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
     url: UrlOption = None,
     key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The last transitions and decisions, each with the numbers it was made on."""
-    query = f"?limit={limit}" + (f"&model={model}" if model else "")
-    body = admin("GET", f"/admin/events{query}", url, key)
-    if as_json:
+    """The last transitions and decisions, each with the numbers it was made on; with --json and -f, one a line."""
+
+    def ask(limit: int, after: float) -> Any:
+        query = f"?limit={limit}&after={after!r}" + (f"&model={quote(model)}" if model else "")
+        return admin("GET", f"/admin/events{query}", url, key)
+
+    body = ask(limit, 0.0)
+    if as_json and not follow:
         out.print_json(data=body)
         return
-    for event in body["events"]:
+    with contextlib.suppress(KeyboardInterrupt):
+        after = _show(body["events"], 0.0, as_json)
+        while follow:
+            time.sleep(FOLLOW_SECONDS)
+            after = _show(ask(1000, after)["events"], after, as_json)
+
+
+def _show(found: Sequence[dict[str, Any]], after: float, as_json: bool) -> float:
+    """Print events; when the last one was."""
+    for event in found:
+        after = event["at"]
+        if as_json:
+            print(json.dumps(event), flush=True)
+            continue
         moved = f"{event['old']} → {event['new']}" if event["old"] != event["new"] else event["kind"]
         at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
         out.print(f"{at}  {event['model']}  {moved}  {event['reason']}", highlight=False, soft_wrap=True)
+    return after
+
+
+@app.command(epilog="Example: orchestrator explain gemma-3-270m")
+def explain(
+    model: Annotated[str, typer.Argument(help="A model's name.")],
+    url: UrlOption = None,
+    key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Why a model is in its state, who holds the memory, and what a request for it would cause now."""
+    pool = admin("GET", "/admin/models", url, key)
+    mine = [entry for entry in pool["models"] if entry["model"] == model]
+    plan = admin("GET", f"/admin/models/{quote(model)}/plan", url, key)["actions"]
+    if any(entry["state"] in NO_PLAN for entry in mine):
+        plan = []
+    found = admin("GET", f"/admin/events?limit=200&model={quote(model)}", url, key)["events"]
+    if as_json:
+        out.print_json(data={"hosts": mine, "devices": pool["devices"], "plan": plan, "events": found})
+        return
+    for line in sentences(model, pool["models"], pool["devices"], found, plan, time.time()):
+        out.print(line, highlight=False, soft_wrap=True)
 
 
 def _ago(seconds: float) -> str:

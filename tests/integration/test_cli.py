@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -36,6 +37,29 @@ def test_ps_and_events(fake_service: RunningService) -> None:
     models = json.loads(orchestrator(fake_service, "ps", "--json"))["models"]
     assert {"quick", "slow", "broken"} <= {model["model"] for model in models}
     assert "loading" in orchestrator(fake_service, "events", "--model", "quick")
+
+
+def test_events_can_be_followed(fake_service: RunningService) -> None:
+    environment = os.environ | {"ORCHESTRATOR_URL": fake_service.url, "ORCHESTRATOR_ADMIN_KEY": ADMIN}
+    command = [sys.executable, "-m", "orchestrator.cli", "events", "-f", "--json", "--model", "small", "--limit", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as following:
+        assert following.stdout is not None
+        orchestrator(fake_service, "load", "small")
+        orchestrator(fake_service, "sleep", "small")
+        seen: list[str] = []
+        while "sleeping" not in seen:
+            seen.append(json.loads(following.stdout.readline())["new"])
+        following.send_signal(signal.SIGINT)
+        assert following.wait(20) == 0
+
+
+def test_a_model_s_state_is_explained(fake_service: RunningService) -> None:
+    said = orchestrator(fake_service, "explain", "left")
+    assert "host:left:0 is" in said and "cpu0:" in said and "keep_alive: none" in said
+    if "is cold" in said:
+        assert "if it was asked for now:" in said and "needs 1468006400 more bytes" in said
+    assert "is not one of" in orchestrator(fake_service, "explain", "nothing", code=1)
+    assert json.loads(orchestrator(fake_service, "explain", "quick", "--json"))["plan"] == []
 
 
 def test_sleep_and_load(fake_service: RunningService) -> None:

@@ -69,7 +69,7 @@ BREAKS = {
         ({"n": 9}, 400, "n", "invalid_request"),
         ({"n": 2, "session_id": "s"}, 400, "n", "invalid_request"),
         ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
-        ({"keep_alive": "5m"}, 400, "keep_alive", "unsupported_parameter"),
+        ({"keep_alive": "soon"}, 400, "keep_alive", "invalid_request"),
         ({"reasoning_effort": "low"}, 400, "reasoning_effort", "unsupported_parameter"),
         ({"presence_penalty": 2.5}, 400, "presence_penalty", "invalid_request"),
         ({"frequency_penalty": -2.5}, 400, "frequency_penalty", "invalid_request"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from model_pool.effects import (
@@ -95,6 +96,9 @@ class World:
         max_waiting: int = 1000,
         replicas: dict[str, int] | None = None,
         problems: dict[str, str] | None = None,
+        preload: tuple[str, ...] = (),
+        keep_alive: dict[str, float] | None = None,
+        min_resident: dict[str, float] | None = None,
         **settings: float,
     ) -> None:
         devices = {"d0": budgets} if isinstance(budgets, int) else budgets
@@ -108,6 +112,9 @@ class World:
                 max_waiting=max_waiting,
                 replicas=(replicas or {}).get(name, 1),
                 problem=(problems or {}).get(name, ""),
+                preload=name in preload,
+                keep_alive_seconds=(keep_alive or {}).get(name, math.inf),
+                min_resident_seconds=(min_resident or {}).get(name),
             )
             for name, size in sizes.items()
         ]
@@ -181,6 +188,12 @@ class World:
             self.pool.on_wake_failed(call.ref, error, self.now)
         else:
             self.pool.on_failed(call.ref, error, self.now)
+
+    def quarantine(self, model: str, error: str = "the canary said something else") -> None:
+        """A pending wake ends in a process that is not what it was."""
+        call = self.call("wake", model)
+        self.effects.pending.remove(call)
+        self.pool.on_quarantined(call.ref, error, self.now)
 
     def lose(self, model: str, number: int = 0, cause: str = "killed") -> None:
         ref = self.ref(model, number)

@@ -38,7 +38,8 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World(
             SIZES, BUDGETS, residual=5, pinned=("pin",), max_waiting=6, replicas=REPLICAS,
-            min_resident_seconds=5.0, cooldown_seconds=4.0,
+            min_resident_seconds=5.0, cooldown_seconds=4.0, preload=("a", "d"), keep_alive={"b": 8.0, "small": 0.0},
+            min_resident={"c": 9.0}, reclaim_after_seconds=20.0,
         )  # fmt: skip
         self.pool, self.effects = self.world.pool, self.world.effects
         self.asked: dict[str, Asked] = {}
@@ -88,14 +89,16 @@ class PoolMachine(RuleBasedStateMachine):
         self._deliver(self.effects.pending[index % len(self.effects.pending)])
 
     @precondition(lambda self: any(c.verb in ("start", "sleep", "wake") for c in self.effects.pending))
-    @rule(index=INDEX, rolled_back=st.booleans())
-    def fail(self, index: int, rolled_back: bool) -> None:
+    @rule(index=INDEX, how=st.sampled_from(["rolled back", "quarantined", "broken"]))
+    def fail(self, index: int, how: str) -> None:
         calls = [c for c in self.effects.pending if c.verb in ("start", "sleep", "wake")]
         call = calls[index % len(calls)]
         self.effects.pending.remove(call)
-        if call.verb == "wake" and rolled_back:
+        if call.verb == "wake" and how == "rolled back":
             self._shrink(call)
             self.pool.on_wake_failed(call.ref, "no memory", self.world.now)
+        elif call.verb == "wake" and how == "quarantined":
+            self.pool.on_quarantined(call.ref, "its canary said something else", self.world.now)
         else:
             self.pool.on_failed(call.ref, "broken", self.world.now)
 

@@ -1,0 +1,61 @@
+"""Owns what becomes of hosts that nobody waits for: they fall asleep when their time is over, and a default model that
+a burst of others had displaced comes back. Pure; what it decides, Lifecycle does.
+"""
+
+from __future__ import annotations
+
+from model_pool.ledger import Ledger
+from model_pool.lifecycle import Lifecycle
+from model_pool.slot import Fleet, PoolSettings, Slot
+from model_pool.states import ON_THE_WAY, STARTABLE
+from model_pool.views import Views
+from policies.types import ModelState
+
+_S = ModelState
+
+
+class Idling:
+    """Asked at every tick."""
+
+    def __init__(self, fleet: Fleet, ledger: Ledger, views: Views, life: Lifecycle, settings: PoolSettings) -> None:
+        self._fleet, self._ledger, self._views, self._life, self._settings = fleet, ledger, views, life, settings
+
+    def tick(self, now: float) -> None:
+        for slot in self._fleet:
+            if slot.state is _S.READY:
+                self._put_to_sleep(slot, now)
+            elif slot.displaced and slot.state in STARTABLE and slot.wanted_since is None and not slot.cooling(now):
+                self._reclaim(slot, now)
+
+    def _put_to_sleep(self, slot: Slot, now: float) -> None:
+        """By its keep_alive: that of its last request, else its own."""
+        idle = now - max(slot.last_used, slot.ready_since)
+        if slot.pinned or self._views.in_flight(slot, now) or idle < slot.keep_alive_seconds:
+            return
+        if now - slot.ready_since >= self._views.min_resident_seconds(slot):
+            reason = f"idle for {idle:.1f} s, keep_alive is {slot.keep_alive_seconds:g} s"
+            self._life.evict(slot, reason, now, unload=False)
+
+    def _reclaim(self, slot: Slot, now: float) -> None:
+        """It wants its place back once all others on its device have been idle for ``reclaim_after_seconds``.
+
+        Models that are loaded from the start do not displace each other so: they would go on for ever.
+        """
+        device = slot.device or self._views.device_for(slot, {})
+        others = [other for other in self._fleet if other is not slot and other.device == device]
+        if any(other.state in ON_THE_WAY or other.state is _S.DRAINING for other in others):
+            return
+        extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
+        free = self._ledger.free_bytes(device)
+        if extra <= free:
+            slot.wanted_since = now
+            self._life.decide(slot, f"wanted back: needs {extra} more bytes, {free} free on {device}", now)
+            return
+        ready = [other for other in others if other.state is _S.READY]
+        idle = min((now - max(o.last_used, o.ready_since) for o in ready), default=0.0)
+        busy = any(self._views.in_flight(other, now) for other in ready)
+        keep = sum(other.need_bytes for other in ready if other.spec.preload or other.pinned)
+        fits = keep + slot.need_bytes <= self._ledger.budget_bytes(device)
+        if not busy and fits and idle >= self._settings.reclaim_after_seconds:
+            slot.wanted_since = now
+            self._life.decide(slot, f"wanted back: the others on {device} have been idle for {idle:.1f} s", now)
