@@ -296,6 +296,10 @@ class Scheduler:
         elif context.state is ContextState.SWAPPED:
             context.move(ContextState.WAITING, now, "nothing of it was kept")
 
+    def awaits_another(self, context: Context) -> bool:
+        """Does it wait for somebody who computes the same tokens?"""
+        return self._will_be_found(context, len(self.kv.find(context)), self._coming())
+
     # -- what others compute ---------------------------------------------------
 
     def _coming(self) -> set[bytes]:

@@ -22,7 +22,7 @@ ENDED_KEPT = 64
 EARLIER = "earlier"  # than the edges kept: in which states that time was spent is not known any more
 
 Ending = Literal["eos", "stop string", "length", "cancelled", "failed", "expired"]
-WaitReason = Literal["batch_full", "blocks", "behind", "next_step"]
+WaitReason = Literal["batch_full", "blocks", "behind", "same_prompt", "next_step"]
 # the contexts that hold it, or what it is instead
 BlockUse = tuple[int, ...] | Literal["free", "cached", "pinned", "fenced", "arriving", "retired", "unexplained"]
 
@@ -280,4 +280,6 @@ def _first_waits(scheduler: Scheduler, context: Context, expected: int, promised
         return "batch_full", wanted, f"a place: {running} of {scheduler.most_running} run"
     if not scheduler.fits(context, found):
         return "blocks", wanted, f"{wanted} blocks: {scheduler.kv.pool.num_free} free, {promised} of them promised"
+    if scheduler.awaits_another(context):
+        return "same_prompt", wanted, "tokens that another is computing"
     return "next_step", wanted, "the next step"

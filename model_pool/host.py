@@ -19,7 +19,7 @@ import ray
 
 from engine.fake import FakeEngine, FakeSettings
 from engine.loop import EngineLoop
-from engine.memory import HUGE_PAGES, held_bytes
+from engine.memory import PROCESS_ENVIRONMENT, held_bytes
 from engine.protocol import Engine, EngineLimits, EngineStats, GenerationRequest, LoadReport, Output
 from engine.snapshot import EngineSnapshot
 from model_pool.channels import Channels
@@ -397,6 +397,6 @@ def start_host(spec: HostSpec) -> Any:
         num_gpus=0,
         max_restarts=0,
         max_concurrency=10_000,
-        runtime_env={} if spec.fake else {"env_vars": HUGE_PAGES},  # a process of its own: half a second more
+        runtime_env={} if spec.fake else {"env_vars": PROCESS_ENVIRONMENT},  # a process of its own: half a second more
     )
     return actor.remote(spec)

@@ -18,7 +18,7 @@ THRASH_PREEMPTIONS = 3
 SMALL_WAITING = 4
 ENDED_ENOUGH = 8  # below, a share of them says nothing
 
-Kind = Literal["no_answer", "unfreed", "waiting", "thrash", "small_batches", "length"]
+Kind = Literal["no_answer", "unfreed", "disk", "waiting", "thrash", "small_batches", "length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def _of_host(host: HostContexts) -> Iterator[Conclusion]:
             "no_answer", host.host, host.error or "no snapshot", "if it stays so, look at 'orchestrator events'"
         )
         return
-    for check in (_unfreed, _waiting, _thrash, _small_batches, _length):
+    for check in (_unfreed, _disk, _waiting, _thrash, _small_batches, _length):
         found = check(host.snapshot)
         if found is not None:
             kind, said, fix = found
@@ -67,6 +67,20 @@ def _unfreed(snapshot: EngineSnapshot) -> Found:
         return None
     said = f"{snapshot.unfreed_blocks} of {snapshot.pool.total} blocks are held, and no live context explains it"
     return "unfreed", said, "a bug: keep 'orchestrator contexts --json', then unload and load the model"
+
+
+def _disk(snapshot: EngineSnapshot) -> Found:
+    disk = snapshot.disk
+    if disk.problem:
+        return (
+            "disk",
+            f"KV on disk is out of use: {disk.problem}",
+            "see to that directory; KV is computed again meanwhile",
+        )
+    if disk.dropped <= max(disk.written, ENDED_ENOUGH):
+        return None
+    said = f"{disk.dropped} blocks of KV were not written to disk in time, {disk.written} were"
+    return "disk", said, "a faster disk for kv_disk.directory, or more kv_host"
 
 
 def _waiting(snapshot: EngineSnapshot) -> Found:

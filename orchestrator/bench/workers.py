@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.memory import HUGE_PAGES
+from engine.memory import PROCESS_ENVIRONMENT
 from policies.errors import OrchestratorError
 
 MEMORY_BYTES = 3 * 2**30
@@ -54,7 +54,7 @@ def measured(module: str, *args: str, huge_pages: bool = True) -> Any:
     ``huge_pages``: with the environment that engine hosts have.
     """
     command = [sys.executable, "-m", module, *args]
-    environment = {**os.environ, **(HUGE_PAGES if huge_pages else {})}
+    environment = {**os.environ, **(PROCESS_ENVIRONMENT if huge_pages else {})}
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if ended.returncode:
         words = ended.stderr.strip().splitlines()[-1:]
@@ -74,7 +74,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **HUGE_PAGES},  # all sides alike
+            env={**os.environ, **PROCESS_ENVIRONMENT},  # all sides alike
         )
 
     def measure(self, load: str) -> Measured:

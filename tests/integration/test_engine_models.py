@@ -76,10 +76,10 @@ class Family:
         for i, expected in enumerate(self.expected):
             expected.check(said[f"{i}{suffix}"].tokens)
 
-    def fresh(self, blocks: int = 128, host_blocks: int = 0) -> TorchEngine:
+    def fresh(self, blocks: int = 128, host_blocks: int = 0, **options: Any) -> TorchEngine:
         """The engine with an empty pool of ``blocks``."""
         assert host_blocks * self.engine.limits.block_size <= self.engine._host_kv.num_slots
-        with_pool(self.engine, blocks, host_blocks)
+        with_pool(self.engine, blocks, host_blocks, **options)
         return self.engine
 
 
@@ -127,7 +127,7 @@ def test_after_prefix_hits(family: Family) -> None:
 
 
 def test_after_preemptions_in_a_tiny_pool(family: Family) -> None:
-    engine = family.fresh(blocks=20)
+    engine = family.fresh(blocks=20, window=None)  # that the blocks before a window are not let go is wanted here
     hungry = [request(f"hungry{i}", [2 + i], 60, ignore_eos=True, arrival=-1.0) for i in range(2)]
     said = run(engine, *hungry, *family.requests())
     family.check(said)
@@ -144,7 +144,7 @@ def test_after_forced_preemptions_with_nothing_left_in_the_cache(family: Family)
 
 
 def test_E19_swapped_out_and_in_again_little_is_computed_twice(family: Family) -> None:
-    engine = family.fresh(blocks=20, host_blocks=64)
+    engine = family.fresh(blocks=20, host_blocks=64, window=None)
     engine._host_kv._flat.fill_(float("nan"))  # what is read must have been written
     hungry = [request(f"hungry{i}", [2 + i], 60, ignore_eos=True, arrival=-1.0) for i in range(2)]
     said = run(engine, *hungry, *family.requests())

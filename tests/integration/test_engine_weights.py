@@ -178,7 +178,7 @@ def test_weights_that_come_out_of_the_move_changed_are_refused(path: Path, monke
     monkeypatch.setattr(Arena, "fill", lambda self: self.bytes.zero_())
     monkeypatch.setattr(Arena, "add", lambda self, copy: None)
     with pytest.raises(LoadFailed, match="scores changed"):
-        TorchEngine(path, 2**30, LIMITS).load()
+        TorchEngine(path, 16 * 2**30, LIMITS).load()
 
 
 def test_a_wake_that_brings_other_weights_back_is_noticed_by_the_canary(path: Path, form: str) -> None:

@@ -35,6 +35,12 @@ def waiting(
     return context(number, state=ContextState.WAITING, blocks_held=0, state_seconds=seconds, wait=wait)
 
 
+def on_disk(**fields: Any) -> HostContexts:
+    found = host()
+    assert found.snapshot is not None
+    return replace(found, snapshot=replace(found.snapshot, disk=DiskStats(**fields)))
+
+
 def host(*contexts: ContextSnapshot, ended: tuple[EndedContext, ...] = (), unfreed: int = 0) -> HostContexts:
     held = sum(one.blocks_held for one in contexts)
     limits = EngineLimits(max_model_len=256, max_running=8)
@@ -163,3 +169,11 @@ def test_the_summary_adds_up_all_hosts() -> None:
     hosts = [host(context(1), waiting(2)), host(context(3)), HostContexts("n", "host:n:0", "cold", None, "cold")]
     assert summary(hosts) == "2 hosts: 2 running, 1 waiting; 10 of 128 blocks held, 0 unfreed"
     assert summary([host()]) == "1 hosts: no context lives; 0 of 64 blocks held, 0 unfreed"
+
+
+def test_a_disk_that_is_out_of_use_or_too_slow_is_named() -> None:
+    full = only(on_disk(capacity_bytes=10, problem="no space left on device"))
+    assert full.kind == "disk" and "no space left" in full.said
+    slow = only(on_disk(capacity_bytes=10, written=20, dropped=300))
+    assert slow.kind == "disk" and "300 blocks" in slow.said
+    assert conclude([on_disk(capacity_bytes=10, written=300, dropped=20)]) == []
