@@ -45,6 +45,7 @@ from policies.types import ContextState
 
 NOT_FINITE = "the model produced no finite score for this generation"
 PARK_SECONDS = 5.0  # most that a sleep or an end waits for the disk
+LIST_SECONDS = 2.0  # most that a load waits to learn what lies on disk
 ARRIVAL_SECONDS = 0.02  # how long a step with nothing to compute waits for it
 
 
@@ -132,12 +133,14 @@ class EngineCore(ABC):
 
     def _open_disk(self, directory: Path, capacity_bytes: int) -> DiskTier:
         content_bytes = self._read_kv([0], host=False).shape[1]
-        return DiskTier(
+        tier = DiskTier(
             lambda: DiskStore(directory, capacity_bytes),
             self.report.fingerprint,
             content_bytes,
             self._write_kv,
         )
+        tier.wait_listed(LIST_SECONDS)
+        return tier
 
     # -- life of the model -------------------------------------------------------
 

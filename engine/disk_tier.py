@@ -101,6 +101,7 @@ class DiskTier:
         self._landed: deque[Landing] = deque()
         self._change = threading.Condition()
         self._arrival = threading.Event()
+        self._listed = threading.Event()
         self._tickets = 0
         self._void = 0  # tickets up to this one must not fill a block any more
         self._outstanding = 0
@@ -115,6 +116,10 @@ class DiskTier:
         self._thread.start()
 
     # -- the engine's side -----------------------------------------------------
+
+    def wait_listed(self, seconds: float) -> None:
+        """Until it is known what lies on disk; the first request may come a moment later."""
+        self._listed.wait(seconds)
 
     def has(self, key: bytes) -> bool:
         """Was this block on disk when last looked, and does the disk answer?"""
@@ -349,6 +354,7 @@ class DiskTier:
         self._known.update(keys)
         books = store.books()
         self._books = DiskStats(books.capacity_bytes, books.used_bytes, books.blocks)
+        self._listed.set()
         return last
 
     def _out_of_use(self, why: str) -> None:

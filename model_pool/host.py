@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from engine.fake import FakeEngine, FakeSettings
@@ -63,6 +64,8 @@ class HostPicture:
     loaded: LoadReport | None
     pid: int
     cause: OrchestratorError | None = None
+    node: str = ""  # Ray's id of the machine the process runs on
+    born: float = 0.0  # when the process began, seconds since the epoch: a pid may come to be another's
 
 
 @dataclass(slots=True)
@@ -87,6 +90,8 @@ class EngineHost:
         self._redeemed: deque[str] = deque(maxlen=REDEEMED_KEPT)
         self._last_used = time.time()
         self._keep_alive_seconds: float | None = None  # of the last request
+        self._born = psutil.Process().create_time()
+        self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         self._stats = EngineStats()
         self._residual_bytes = 0
         self._draining: _Draining | None = None
@@ -222,7 +227,9 @@ class EngineHost:
     # -- what the controller and people read -------------------------------------------
 
     async def picture(self) -> HostPicture:
-        return HostPicture(self._spec, self._report(), self._stats, self._loaded, os.getpid(), self._cause)
+        return HostPicture(
+            self._spec, self._report(), self._stats, self._loaded, os.getpid(), self._cause, self._node, self._born
+        )
 
     async def watch(self) -> HostPicture:
         """The picture, after the next change of state or ``REPORT_SECONDS``."""

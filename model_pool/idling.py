@@ -46,7 +46,7 @@ class Idling:
         if any(other.state in ON_THE_WAY or other.state is _S.DRAINING for other in others):
             return
         extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
-        free = self._ledger.free_bytes(device)
+        free = self._ledger.free_bytes(device) - self._promised_bytes(device)
         if extra <= free:
             slot.wanted_since = now
             self._life.decide(slot, f"wanted back: needs {extra} more bytes, {free} free on {device}", now)
@@ -55,7 +55,14 @@ class Idling:
         idle = min((now - max(o.last_used, o.ready_since) for o in ready), default=0.0)
         busy = any(self._views.in_flight(other, now) for other in ready)
         keep = sum(other.need_bytes for other in ready if other.spec.preload or other.pinned)
+        keep += self._promised_bytes(device)
         fits = keep + slot.need_bytes <= self._ledger.budget_bytes(device)
         if not busy and fits and idle >= self._settings.reclaim_after_seconds:
             slot.wanted_since = now
             self._life.decide(slot, f"wanted back: the others on {device} have been idle for {idle:.1f} s", now)
+
+    def _promised_bytes(self, device: str) -> int:
+        """What those will take that are wanted back already."""
+        wanted = [slot for slot in self._fleet if slot.wanted_since is not None and slot.state in STARTABLE]
+        mine = [slot for slot in wanted if (slot.device or self._views.device_for(slot, {})) == device]
+        return sum(slot.need_bytes - self._ledger.held_bytes(slot.ref.name) for slot in mine)

@@ -94,7 +94,7 @@ class Lifecycle:
         slot.asked_at = now
         slot.committed = slot.restore = False
         slot.wanted_since = slot.evicted_for = slot.asked_keep_alive_seconds = None
-        slot.displaced = False
+        slot.displaced = slot.heard = False
         slot.in_flight = 0
         if slot.state is _S.SLEEPING:
             self._move(slot, _S.WAKING, reason, now)

@@ -176,6 +176,7 @@ class Pool:
         slot = self._at(ref)
         if slot is None:
             return
+        slot.heard = True
         for ticket_id in report.redeemed:
             self._desk.redeem(ticket_id)
         slot.last_used = max(slot.last_used, report.last_used)
@@ -437,7 +438,9 @@ class Pool:
         if slot.state in ON_THE_WAY:
             limit = slot.spec.load_timeout_seconds
             if waited >= limit:
-                self._life.fail(slot, f"no answer, limit {limit} s", now, gone=True)
+                silent = slot.state is _S.LOADING and not slot.heard
+                why = "; no process came up: has the Ray cluster a place for it?" if silent else ""
+                self._life.fail(slot, f"no answer, limit {limit} s{why}", now, gone=True)
         elif waited < self._settings.answer_timeout_seconds:
             return
         elif slot.state is _S.DRAINING and slot.sleep_asked:

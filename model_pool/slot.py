@@ -56,6 +56,7 @@ class Slot:
     restore: bool = False  # bring back when memory allows and nobody waits for it
     adopted: bool = False  # its outcome is learned from reports
     drifted: bool = False  # took more than the device has: restart it when idle
+    heard: bool = False  # LOADING: its process has said something
     displaced: bool = False  # a default model that made room for another; the admin did not put it down
     asked_keep_alive_seconds: float | None = None  # by its last request
     last_decision: str = ""  # said already

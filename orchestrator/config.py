@@ -216,6 +216,10 @@ class Config(Section):
     def kv_directory(self) -> Path:
         return self.kv_disk.directory or self.state_dir / "kv"
 
+    def canonical(self, name: str) -> str:
+        """A model's own name, of an alias; anything else as it is."""
+        return next((model.name for model in self.models if name in model.aliases), name)
+
     def model(self, name: str) -> ModelConfig:
         return next(m for m in self.models if m.name == name)
 

@@ -11,11 +11,12 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
@@ -42,6 +43,7 @@ TICK_SECONDS = 0.25
 ROUTES_SECONDS = 10.0  # how long a long poll for routes waits
 EVENTS_KEPT = 2_000
 ANSWER_SECONDS = 5.0  # a host that is up and says nothing for this long is looked at; for as long again: ended
+DEATH_SECONDS = 10.0  # that a killed process may take to be gone
 CLOSE_SECONDS = 8.0  # that a host gets to put KV on disk before it is ended
 UP = (ModelState.READY, ModelState.DRAINING, ModelState.SLEEPING)
 
@@ -103,6 +105,7 @@ class Controller:
         self._events: deque[PoolEvent] = deque(maxlen=EVENTS_KEPT)
         self._metrics = ControllerMetrics()
         self._name = f"controller-{os.getpid()}"
+        self._ending: dict[HostRef, tuple[Any, HostPicture | None]] = {}  # killed, and not seen gone yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = Pool(
             plan.models,
@@ -164,7 +167,7 @@ class Controller:
             self._lost(ref, error)
         except TimeoutError:  # it hangs: left alive, it would keep its name and its memory from its successor
             ray.kill(actor)
-            await _until_dead(actor)
+            await _until_dead(actor, self._pictures.get(ref))
             self._lost(ref, TimeoutError(f"ended: no answer for {ANSWER_SECONDS:.0f} s"))
 
     async def picture(self) -> PoolPicture:
@@ -304,12 +307,16 @@ class Controller:
     async def _unload(self, ref: HostRef) -> None:
         actor = self._actors.pop(ref, None)
         picture = self._pictures.pop(ref, None)
+        if actor is None:  # asked again: what is left of it?
+            actor, picture = self._ending.get(ref, (None, None))
         if actor is not None:
-            if picture is not None and picture.report.state in UP:
-                with contextlib.suppress(RayError, TimeoutError):
-                    await asyncio.wait_for(actor.close.remote(), CLOSE_SECONDS)
+            self._ending[ref] = (actor, picture)
+            with contextlib.suppress(RayError, TimeoutError):  # it knows whether there is anything to keep
+                await asyncio.wait_for(actor.close.remote(), CLOSE_SECONDS)
             ray.kill(actor)
-            await _until_dead(actor)
+            if not await _until_dead(actor, picture):
+                return  # its bytes stay booked; the pool will ask again
+            del self._ending[ref]
         self._pool.on_unloaded(ref, time.time())
 
     async def _ask_host(self, ref: HostRef, verb: str, *args: Any) -> Any:
@@ -326,7 +333,10 @@ class Controller:
             return LoadFailed(f"{ref.name}: {verb}: {_said(error)}")
 
     async def _ask_all(self, verb: str, *args: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
-        """The answers of all hosts that are up; an error as a value where there is none."""
+        """The answers of all hosts; an error as a value where there is none.
+
+        Whatever their last picture says: it may be of a moment before they were up.
+        """
 
         async def one(ref: HostRef) -> Any:
             try:
@@ -334,8 +344,7 @@ class Controller:
             except (RayError, TimeoutError, KeyError) as error:
                 return HostLost(f"{ref.name}: {verb}: {_said(error)}")
 
-        up = [ref for ref, picture in self._pictures.items() if picture.report.state in UP]
-        return await asyncio.gather(*map(one, up))
+        return await asyncio.gather(*map(one, list(self._actors)))
 
     async def _on_disk(self, work: Callable[[DiskStore], Result]) -> Result | None:
         """Do something with this node's disk tier, of whatever model; None without one, or when it fails."""
@@ -368,6 +377,7 @@ class Controller:
                     await self.suspect(ref)
                 continue
             except RayActorError as error:
+                await _until_gone(self._pictures.get(ref))
                 self._lost(ref, error)
                 return
             if self._actors.get(ref) is actor:
@@ -414,7 +424,10 @@ class Controller:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self._pool.on_tick(time.time())
+            try:
+                self._pool.on_tick(time.time())
+            except Exception as error:  # noqa: BLE001 — boundary: one tick that fails must not be the last one
+                self._log.error("tick_failed", error=repr(error))
 
     # -- small ---------------------------------------------------------------------------
 
@@ -439,16 +452,38 @@ class Controller:
             self._log.error("task_failed", error=repr(task.exception()))
 
 
-async def _until_dead(actor: Any) -> None:
-    """Wait until the process of a killed actor is gone, so that its memory is."""
-    call: Awaitable[Any] = actor.picture.remote()
-    try:
-        while True:
-            await asyncio.wait_for(call, 10)
-            call = actor.picture.remote()
+async def _until_dead(actor: Any, picture: HostPicture | None) -> bool:
+    """Wait until the process of a killed actor is gone, so that its memory is; False when it is not."""
+    until = time.monotonic() + DEATH_SECONDS
+    while time.monotonic() < until:
+        try:
+            await asyncio.wait_for(actor.picture.remote(), 1.0)
             await asyncio.sleep(0.05)
-    except (RayActorError, TimeoutError):
-        return
+        except TimeoutError:
+            continue
+        except RayActorError:
+            return await _until_gone(picture)
+    return False
+
+
+async def _until_gone(picture: HostPicture | None) -> bool:
+    """Ray calls an actor dead as soon as it has decided so; its process, and its memory, may be there for seconds more.
+
+    Only a process on our own machine can be looked at; of another's we have Ray's word.
+    """
+    if picture is None or picture.node != ray.get_runtime_context().get_node_id():
+        return True
+    until = time.monotonic() + DEATH_SECONDS
+    while time.monotonic() < until:
+        try:
+            process = psutil.Process(picture.pid)
+            if process.create_time() != picture.born or process.status() == psutil.STATUS_ZOMBIE:
+                return True
+            process.kill()
+        except psutil.Error:
+            return True
+        await asyncio.sleep(0.02)
+    return False
 
 
 def _said(error: BaseException) -> str:

@@ -18,7 +18,7 @@ THRASH_PREEMPTIONS = 3
 SMALL_WAITING = 4
 ENDED_ENOUGH = 8  # below, a share of them says nothing
 
-Kind = Literal["no_answer", "unfreed", "disk", "waiting", "thrash", "small_batches", "length"]
+Kind = Literal["no_answer", "unfreed", "small_pool", "disk", "waiting", "thrash", "small_batches", "length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def _of_host(host: HostContexts) -> Iterator[Conclusion]:
             "no_answer", host.host, host.error or "no snapshot", "if it stays so, look at 'orchestrator events'"
         )
         return
-    for check in (_unfreed, _disk, _waiting, _thrash, _small_batches, _length):
+    for check in (_unfreed, _small_pool, _disk, _waiting, _thrash, _small_batches, _length):
         found = check(host.snapshot)
         if found is not None:
             kind, said, fix = found
@@ -67,6 +67,16 @@ def _unfreed(snapshot: EngineSnapshot) -> Found:
         return None
     said = f"{snapshot.unfreed_blocks} of {snapshot.pool.total} blocks are held, and no live context explains it"
     return "unfreed", said, "a bug: keep 'orchestrator contexts --json', then unload and load the model"
+
+
+def _small_pool(snapshot: EngineSnapshot) -> Found:
+    tokens = snapshot.pool.total * snapshot.limits.block_size
+    if tokens >= snapshot.limits.max_model_len:
+        return None
+    said = (
+        f"its KV pool holds {tokens} tokens, its window is {snapshot.limits.max_model_len}: longer requests are refused"
+    )
+    return "small_pool", said, "raise the model's memory, or lower max_model_len or kv_host"
 
 
 def _disk(snapshot: EngineSnapshot) -> Found:

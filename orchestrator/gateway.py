@@ -212,6 +212,7 @@ class Gateway:
     async def admin_plan(self, request: Request, name: str) -> Response:
         """What a request for this model would cause now."""
         self._tenants.authenticate_admin(request.headers.get("authorization"))
+        name = self._config.canonical(name)
         answer = await self._controller.dry_run.remote(name)
         if isinstance(answer, OrchestratorError):
             raise answer
@@ -221,6 +222,7 @@ class Gateway:
     async def admin_ask(self, request: Request, name: str, verb: str) -> Response:
         self._tenants.authenticate_admin(request.headers.get("authorization"))
         admin.check_verb(verb)
+        name = self._config.canonical(name)
         answer = await self._controller.ask.remote(verb, name)
         if isinstance(answer, OrchestratorError):
             raise answer

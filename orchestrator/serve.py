@@ -143,6 +143,7 @@ class Service:
         self.log_path = config.state_dir / "orchestrator.log"
         self._run_file = config.state_dir / "run.json"
         self._lock = FileLock(config.state_dir / "serve.lock")
+        self._kv_lock = FileLock(config.kv_directory / "service.lock")
         self._redis: EmbeddedRedis | None = None
         self._cluster: PrivateCluster | None = None
 
@@ -160,10 +161,23 @@ class Service:
                 f"another service runs from {self.config.state_dir}; stop it, or choose another --state-dir"
             ) from None
         try:
+            self._take_kv_directory()
             self._start(prepared, say)
         except BaseException:
             self.stop()
             raise
+
+    def _take_kv_directory(self) -> None:
+        """A second service on it would drop the KV of the first one's sessions, which it does not know."""
+        if not self.config.kv_disk.size:
+            return
+        self.config.kv_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._kv_lock.acquire(timeout=0)
+        except Timeout:
+            raise NotReachable(
+                f"another service keeps its KV in {self.config.kv_directory}; choose another kv_disk.directory"
+            ) from None
 
     def watch(self, say: Say) -> None:
         """Look after what was started: Redis is started again on its port and file; without Ray there is no service."""
@@ -191,6 +205,7 @@ class Service:
             if self._redis is not None:
                 self._redis.stop()
         self._run_file.unlink(missing_ok=True)
+        self._kv_lock.release()
         self._lock.release()
 
     def _start(self, prepared: Prepared, say: Say) -> None:

@@ -16,6 +16,9 @@ from orchestrator.bench.workers import measured
 
 CYCLES = 7
 COLD_SAMPLES = 3
+HISTORY_TOKENS = 1_500
+SESSION_SAMPLES = 5
+BUSY_CYCLES, SETTLED_CYCLES = 120, 20
 MEMORY_BYTES = 3 * 2**30
 
 
@@ -24,6 +27,8 @@ def run(path: Path) -> list[Section]:
     cycles = measured("orchestrator.bench.swap", "cycles", str(path))
     plain = measured("orchestrator.bench.swap", "memcpy", str(path), huge_pages=False)
     cold = [(_timed("load", path), _timed("floor", path)) for _ in range(COLD_SAMPLES)]
+    kept = measured("orchestrator.bench.swap", "sessions", str(path))
+    used = measured("orchestrator.bench.swap", "busy", str(path))
     canary = sorted(cycles["canary_seconds"])[len(cycles["canary_seconds"]) // 2]
     return [
         section(
@@ -63,6 +68,30 @@ def run(path: Path) -> list[Section]:
             "bytes",
             target="<=1.05",
             limit="interpreter, libraries and allocator of a live process; awake, KV pages in use count too",
+        ),
+        section(
+            "park_vs_memcpy",
+            list(zip(kept["park_seconds"], kept["copy_seconds"], strict=True)),
+            f"a memcpy of the same bytes: KV of {HISTORY_TOKENS:,} tokens",
+            "s",
+            target="<=2",
+            limit="a copy per layer and run of adjoining blocks",
+        ),
+        section(
+            "switch_with_session",
+            list(zip(kept["ttft_kept"], kept["ttft_lost"], strict=True)),
+            f"the same with its {HISTORY_TOKENS:,} tokens computed again",
+            "s",
+            target="<=0.2",
+            limit="waking and its canary, on both sides; then one step of 20 new tokens",
+        ),
+        section(
+            "cycles_memory",
+            [(used["held_bytes"][-1], used["held_bytes"][0])],
+            f"after {SETTLED_CYCLES} of them",
+            "bytes asleep",
+            target="<=1.02",
+            limit=f"{BUSY_CYCLES} cycles, two prompts of new lengths in each: what is compiled for their shapes",
         ),
     ]
 
@@ -135,17 +164,81 @@ def _floor(path: Path) -> None:
                 view = view[count:]
 
 
-def _loaded(path: Path) -> Any:
+def _loaded(path: Path, kv_host_bytes: int = 0) -> Any:
     from engine.protocol import EngineLimits
     from engine.torch_engine import TorchEngine
 
-    engine = TorchEngine(path, MEMORY_BYTES, EngineLimits(max_model_len=2048, max_running=8))
+    engine = TorchEngine(
+        path, MEMORY_BYTES, EngineLimits(max_model_len=2048, max_running=8, kv_host_bytes=kv_host_bytes)
+    )
     report = engine.load()
     engine.warm()
     return engine, report
 
 
-WORK = {"cycles": _cycles, "memcpy": _memcpies, "load": _load, "floor": _floor}
+def _sessions(path: Path) -> dict[str, list[float]]:
+    """A conversation whose model sleeps and wakes: its KV parked in host memory, or lost."""
+    import torch
+
+    engine, _ = _loaded(path, kv_host_bytes=256 * 2**20)
+    seen: dict[str, list[float]] = {name: [] for name in ("park_seconds", "copy_seconds", "ttft_kept", "ttft_lost")}
+    for number in range(SESSION_SAMPLES + 1):
+        history = _tokens(number, HISTORY_TOKENS)
+        said = _answer(engine, history, 2)
+        moves = engine._kv_cache.park()
+        begin = time.perf_counter()
+        engine._carrier.carry_out(moves)
+        seen["park_seconds"].append(time.perf_counter() - begin)
+        nbytes = len(moves) * engine._block_bytes
+        source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+        begin = time.perf_counter()
+        target.copy_(source)
+        seen["copy_seconds"].append(time.perf_counter() - begin)
+        turn = [*history, *said, *_tokens(number + 1000, 20)]
+        for name in ("ttft_kept", "ttft_lost"):
+            engine.sleep()
+            if name == "ttft_lost":
+                engine._kv_cache.host.clear()
+            begin = time.perf_counter()
+            engine.wake()
+            _answer(engine, turn, 1)
+            seen[name].append(time.perf_counter() - begin)
+        engine._kv_cache.pool.clear_cache()
+        engine._kv_cache.host.clear()
+    return {name: values[1:] for name, values in seen.items()}  # the first takes pages
+
+
+def _busy(path: Path) -> dict[str, list[int]]:
+    """What is held asleep, over cycles with work between them; the canary sees to it that the answers stay."""
+    from engine.memory import held_bytes
+
+    engine, _ = _loaded(path)
+    held = []
+    for cycle in range(BUSY_CYCLES):
+        for prompt in range(2):
+            _answer(engine, _tokens(cycle, 20 + (cycle * 2 + prompt) * 37 % 256), 6)
+        engine.sleep()
+        held.append(held_bytes())
+        engine.wake()
+    return {"held_bytes": held[SETTLED_CYCLES:]}
+
+
+def _answer(engine: Any, prompt: list[int], new: int) -> list[int]:
+    from engine.protocol import GenerationRequest, SamplingParams
+
+    params = SamplingParams(new, 0, temperature=0, ignore_eos=True)
+    engine.add(GenerationRequest("bench", 0, tuple(prompt), params, tenant="bench"))
+    said: list[int] = []
+    while engine.has_work():
+        said += [token for output in engine.step() for token in output.token_ids]
+    return said
+
+
+def _tokens(seed: int, count: int) -> list[int]:
+    return [300 + (seed * 7919 + n * n * 31 + n * 17) % 40_000 for n in range(count)]
+
+
+WORK = {"sessions": _sessions, "busy": _busy, "cycles": _cycles, "memcpy": _memcpies, "load": _load, "floor": _floor}
 
 if __name__ == "__main__":
     print(json.dumps(WORK[sys.argv[1]](Path(sys.argv[2]))))

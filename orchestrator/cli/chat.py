@@ -31,6 +31,7 @@ class Chat:
     model: str
     session: str
     max_tokens: int | None
+    temperature: float
     history: list[tuple[str, str]] = field(default_factory=list)
 
     def say(self, text: str) -> None:
@@ -39,6 +40,7 @@ class Chat:
             "model": self.model,
             "messages": [{"role": "user", "content": text}],
             "stream": True,
+            "temperature": self.temperature,
             "stream_options": {"include_usage": True},
         }
         if self.max_tokens is not None:
@@ -108,11 +110,13 @@ def chat(
     model: Annotated[str, typer.Argument(help="A model of the service.")],
     session: Annotated[str | None, typer.Option(help="Go on with this session; none: a new one.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy; small models babble at 1.")] = 0.3,
     url: UrlOption = None,
     key: ApiKeyOption = None,
 ) -> None:
     """Talk to a model; the history is kept by the service, also across models."""
-    talk = Chat(find_url(url), key or _demo_key(), model, session or f"chat-{uuid.uuid4().hex[:8]}", max_tokens)
+    session = session or f"chat-{uuid.uuid4().hex[:8]}"
+    talk = Chat(find_url(url), key or _demo_key(), model, session, max_tokens, temperature)
     err.print(f"[dim]session {talk.session}; {HELP}[/dim]", highlight=False)
     while True:
         try:

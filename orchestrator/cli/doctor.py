@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import httpx
+import psutil
 from rich.markup import escape
 
 from orchestrator.cli.app import app
@@ -83,10 +84,22 @@ def _package(name: str) -> Finding:
 
 
 def _memory(config: Config) -> Finding:
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    service = run_file().get("pid")
+    ours = _held() if service and psutil.pid_exists(service) else 0
+    available = psutil.virtual_memory().available + ours
     budget = sum(int(device.memory) for device in config.devices if device.kind == "cpu")
-    said = f"{available / 2**20:,.0f} MiB free, the config's CPU devices may hold {budget / 2**20:,.0f} MiB"
+    held = f" ({ours / 2**20:,.0f} of it held by the running service)" if ours else ""
+    said = f"{available / 2**20:,.0f} MiB available{held}, the config's CPU devices may hold {budget / 2**20:,.0f} MiB"
     return Finding("memory", available >= budget, said, "lower devices[].memory")
+
+
+def _held() -> int:
+    """Bytes of the hosts that a running service says it has."""
+    try:
+        devices = admin("GET", "/admin/models", None, None)["devices"]
+    except OrchestratorError:
+        return 0
+    return sum(int(device["held_bytes"]) for device in devices)
 
 
 def _disk(config: Config) -> Finding:

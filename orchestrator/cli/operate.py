@@ -99,8 +99,9 @@ def explain(
 ) -> None:
     """Why a model is in its state, who holds the memory, and what a request for it would cause now."""
     pool = admin("GET", "/admin/models", url, key)
+    planned = admin("GET", f"/admin/models/{quote(model)}/plan", url, key)
+    model, plan = planned["model"], planned["actions"]  # its own name, of an alias
     mine = [entry for entry in pool["models"] if entry["model"] == model]
-    plan = admin("GET", f"/admin/models/{quote(model)}/plan", url, key)["actions"]
     if any(entry["state"] in NO_PLAN for entry in mine):
         plan = []
     found = admin("GET", f"/admin/events?limit=200&model={quote(model)}", url, key)["events"]

@@ -59,6 +59,8 @@ def test_a_model_s_state_is_explained(fake_service: RunningService) -> None:
     if "is cold" in said:
         assert "if it was asked for now:" in said and "needs 1468006400 more bytes" in said
     assert "is not one of" in orchestrator(fake_service, "explain", "nothing", code=1)
+    assert "host:quick:0 is ready" in orchestrator(fake_service, "explain", "gpt-quick")  # an alias
+    assert "quick: ready" in orchestrator(fake_service, "load", "gpt-quick")
     assert json.loads(orchestrator(fake_service, "explain", "quick", "--json"))["plan"] == []
 
 

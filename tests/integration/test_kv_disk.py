@@ -99,3 +99,13 @@ def test_a_session_s_kv_is_pinned_where_the_tenant_may_and_else_refused_by_name(
         assert why in refused.json()["error"]["message"]
     assert ask(service, "quick", text, prompt_cache_retention="in_memory").status_code == 200
     assert ask(service, "quick", text, prompt_cache_retention="for ever").status_code == 400
+
+
+def test_a_second_service_on_the_same_directory_is_refused_by_name(service: RunningService, tmp_path: Path) -> None:
+    """It would drop the KV of all sessions that it does not know."""
+    directory = str(service.state_dir / "kv")
+    second = RunningService(service.config, tmp_path, {"ORCHESTRATOR_KV_DISK__DIRECTORY": directory})
+    with pytest.raises(RuntimeError, match="another service keeps its KV"):
+        second.start()
+    second.process = None
+    assert service.model("quick")["state"] in ("ready", "cold", "sleeping")

@@ -39,9 +39,10 @@ BREAKS = {
     ),
     "test_R31": (
         "orchestrator/controller.py",
-        "            ray.kill(actor)\n            await _until_dead(actor)\n        self",
-        "        self",
+        "            ray.kill(actor)\n            if not await _until_dead(actor, picture):\n",
+        "            if False:\n",
     ),
+    "test_R28": ("orchestrator/controller.py", "return await _until_gone(picture)", "return True"),
     "test_R40": ("orchestrator/gateway.py", "if await self._picture() is None:", "if False:"),
     "test_R44": (
         "orchestrator/controller.py",
@@ -176,6 +177,16 @@ def test_R31_many_loads_and_unloads_leave_memory_processes_and_books_as_they_wer
     assert _books(service) == books
     wait_until(lambda: len(service.engine_pids()) == len(pids), 5, "as many processes as before")
     assert not pids & {service.model(model)["pid"] for model in both}, "they were never really unloaded"
+
+
+def test_R28_bytes_are_free_only_when_the_process_that_held_them_is_gone(fakes: RunningService) -> None:
+    for _ in range(5):
+        bring_up(fakes, "one")
+        pid = fakes.model("one")["pid"]
+        fakes.operate("one", "unload")
+        while fakes.model("one")["state"] != "cold":
+            pass
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_R40_a_controller_that_is_stuck_shows_at_ready_and_not_at_health(own_service: RunningService) -> None:

@@ -177,3 +177,11 @@ def test_a_disk_that_is_out_of_use_or_too_slow_is_named() -> None:
     slow = only(on_disk(capacity_bytes=10, written=20, dropped=300))
     assert slow.kind == "disk" and "300 blocks" in slow.said
     assert conclude([on_disk(capacity_bytes=10, written=300, dropped=20)]) == []
+
+
+def test_a_pool_smaller_than_the_window_is_named() -> None:
+    found = host()
+    assert found.snapshot is not None
+    limits = replace(found.snapshot.limits, max_model_len=4096)
+    small = only(replace(found, snapshot=replace(found.snapshot, limits=limits)))
+    assert small.kind == "small_pool" and "1024 tokens" in small.said and "4096" in small.said

@@ -162,3 +162,21 @@ def test_several_hosts_of_a_model_with_a_keep_alive_come_to_rest() -> None:
         world.run()
     assert len(world.effects.calls) == before
     assert {world.state("a", number) for number in range(3)} <= {S.SLEEPING, S.COLD}
+
+
+def test_two_displaced_default_models_are_not_promised_the_same_bytes() -> None:
+    world = World(
+        {"one": 40, "two": 40, "guest": 95}, 110, preload=("one", "two"), reclaim_after_seconds=60.0, residual=3
+    )
+    world.bring_up("one")
+    world.bring_up("two")
+    world.demand("g", "guest")
+    world.run()
+    world.pool.on_redeemed("g", world.now)
+    world.sizes["guest"] = 60  # measured, it is smaller: there is room for one of the two
+    world.pool.on_report(world.ref("guest"), world.report("guest", S.READY, in_flight=1), world.now)
+    world.tick(0.25)
+    world.run()
+    world.tick(0.25)
+    assert world.state("guest") is S.READY
+    assert {world.state("one"), world.state("two")} == {S.READY, S.SLEEPING} or world.state("one") is S.COLD
