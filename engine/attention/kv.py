@@ -84,15 +84,20 @@ class KVMemory:
     def write_blocks(self, blocks: Sequence[int], content: torch.Tensor, block_size: int) -> None:
         """Undo ``read_blocks``. In one thread, even where the engine computes in another."""
         runs = _runs(list(enumerate(blocks)))
+        scattered = len(runs) * RUN_BLOCKS > len(blocks)
+        index = torch.tensor(blocks, dtype=torch.long, device=self._flat.device)
         begin = 0
         for row in self._rows(block_size):
             end = begin + row.shape[1] * row.element_size()
-            piece = content[:, begin:end].view(row.dtype)
+            piece = content[:, begin:end].view(row.dtype).to(row.device)
             most = max(1, SERIAL_ELEMENTS // row.shape[1])
-            for first, block, count in runs:
-                for start in range(0, count, most):
-                    stop = min(start + most, count)
-                    row[block + start : block + stop].copy_(piece[first + start : first + stop])
+            for first, block, count in [(0, 0, len(blocks))] if scattered else runs:
+                for start in range(first, first + count, most):
+                    stop = min(start + most, first + count)
+                    if scattered:
+                        row.index_copy_(0, index[start:stop], piece[start:stop])
+                    else:
+                        row[block + start - first : block + stop - first].copy_(piece[start:stop])
             begin = end
 
     def _rows(self, block_size: int) -> Iterator[torch.Tensor]:
