@@ -32,6 +32,7 @@ accept: install
 	$(BIN)/python -m tests.acceptance.two_gateways
 	$(BIN)/python -m tests.acceptance.checkpoint
 	$(BIN)/python -m tests.acceptance.context_storm
+	$(BIN)/python -m tests.acceptance.context_storm --window 20
 
 mutate: install
 	$(BIN)/python -m tests.mutate
