@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,7 +182,7 @@ class EngineCore(ABC):
         until = time.monotonic() + PARK_SECONDS
         self._kv_cache.abandon()
         self._carrier.carry_out_or_drop(self._kv_cache.planned_moves())
-        spills = [spill for spill in self._kv_cache.park_on_disk() if self._awake or spill.host]
+        spills = [spill for spill in self._kv_cache.park_on_disk(self._worth_now()) if self._awake or spill.host]
         self._carrier.spill(spills, until)
         self._disk.close(max(0.0, until - time.monotonic()))
 
@@ -362,9 +362,13 @@ class EngineCore(ABC):
 
     def _park(self) -> None:
         """Bring the cached KV down before the device's memory goes, what is worth most to the fastest place."""
+        moves = self._kv_cache.park(self._worth_now())
+        self._carrier.carry_out_or_drop(moves, time.monotonic() + PARK_SECONDS)
+
+    def _worth_now(self) -> Callable[[bytes], float]:
+        """What a block is worth at this moment, by its key."""
         now, sessions = time.monotonic(), self._kv_cache.sessions
-        moves = self._kv_cache.park(lambda key: self._worth.of(sessions.uses(key), now))
-        self._carrier.carry_out_or_drop(moves, now + PARK_SECONDS)
+        return lambda key: self._worth.of(sessions.uses(key), now)
 
     def _commit(self, plan: StepPlan, choices: list[Choice | None]) -> list[Output]:
         now = time.monotonic()

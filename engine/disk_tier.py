@@ -250,6 +250,8 @@ class DiskTier:
                 self._serve(store)
             except DiskUnavailable as error:
                 self._out_of_use(str(error))
+            except Exception as error:  # noqa: BLE001 — boundary: a thread that ended would be waited for again and again
+                self._out_of_use(f"{type(error).__name__}: {error}")
         if store is not None:
             store.close()
 

@@ -347,13 +347,11 @@ class KVCache:
 
     # -- leaving the device ----------------------------------------------------
 
-    def park(self, most_valuable_last: Callable[[bytes], float] | None = None) -> tuple[Move | Spill, ...]:
+    def park(self, worth: Callable[[bytes], float] = lambda key: 0.0) -> tuple[Move | Spill, ...]:
         """Moves that bring cached KV down before the device's memory goes: to host memory, and what has no room there
         to disk. What is worth most, or else was used last, stays highest.
         """
-        cached = list(self.pool.cached())
-        if most_valuable_last is not None:
-            cached.sort(key=lambda entry: most_valuable_last(entry[1]))  # stable: equals stay in the order of their use
+        cached = sorted(self.pool.cached(), key=lambda entry: worth(entry[1]))  # equals stay in the order of their use
         room = self.host.books().total
         for block, key, token_ids in cached[: max(0, len(cached) - room)]:
             self._spill(key, token_ids, block, host=False)
@@ -361,14 +359,15 @@ class KVCache:
             self._evicted(block, key, token_ids)
         return self.planned_moves()
 
-    def park_on_disk(self) -> list[Spill]:
-        """All that is kept on device and host and not on disk yet, what was used last first."""
+    def park_on_disk(self, worth: Callable[[bytes], float] = lambda key: 0.0) -> list[Spill]:
+        """What is kept on device and host, not on disk yet, and worth writing; worth most, or else used last, first."""
         on_device = [Spill(key, tokens, block, host=False) for block, key, tokens in self.pool.cached()]
         in_host = [Spill(key, entry.token_ids, entry.slot, host=True) for key, entry in self.host.entries()]
         here = {spill.key for spill in on_device}
         below = [spill for spill in in_host if spill.key not in here]
-        wanted = [*below, *on_device] if self.disk is not None else []
-        return [s for s in reversed(wanted) if self.disk is not None and not self.disk.has(s.key)]
+        disk = self.disk
+        wanted = [s for s in (*below, *on_device) if disk and not disk.has(s.key) and self._worth_writing(s.key)]
+        return sorted(wanted, key=lambda spill: worth(spill.key))[::-1]
 
     def resize(self, num_blocks: int) -> None:
         """Use so many blocks of the device; what is cached in those that leave goes down first."""

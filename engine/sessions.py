@@ -44,6 +44,7 @@ class Sessions:
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._users: dict[bytes, dict[str, None]] = {}
+        self._pinning: dict[str, _Session] = {}  # the sessions that pin something, oldest pin first
         self._pins: dict[bytes, int] = {}  # key → sessions that pin it
         self._changed: list[bytes] = []  # pinned or unpinned since ``pins_changed`` was called
 
@@ -65,7 +66,7 @@ class Sessions:
         session = self._sessions.pop(name, None)
         if session is None:
             return []
-        self._unpin(session)
+        self._unpin(name)
         alone = []
         for key in session.keys:
             users = self._users[key]
@@ -101,29 +102,33 @@ class Sessions:
         of this session's blocks stays unpinned.
         """
         session = self._sessions[name]
-        self._unpin(session)
+        self._unpin(name)
         wanted = tuple(session.keys)[:most_blocks]
-        others = [each for each in self._sessions.values() if each.tenant == session.tenant and each.pinned]
-        while others and sum(len(each.pinned) for each in others) + len(wanted) > most_blocks:
-            self._unpin(others.pop(0))
+        others = {other: each for other, each in self._pinning.items() if each.tenant == session.tenant}
+        while others and sum(len(each.pinned) for each in others.values()) + len(wanted) > most_blocks:
+            oldest = next(iter(others))
+            del others[oldest]
+            self._unpin(oldest)
         session.pinned, session.pinned_until = wanted, until
+        self._pinning[name] = session
         for key in wanted:
             self._pins[key] = self._pins.get(key, 0) + 1
         self._changed += wanted
 
     def pins_changed(self, now: float) -> list[bytes]:
         """End the pins whose time is over. The keys that were pinned or unpinned since the last call."""
-        if self._pins:
-            for session in self._sessions.values():
-                if session.pinned and session.pinned_until <= now:
-                    self._unpin(session)
+        for name in [name for name, session in self._pinning.items() if session.pinned_until <= now]:
+            self._unpin(name)
         changed, self._changed = self._changed, []
         return changed
 
     def pinned(self, key: bytes) -> bool:
         return key in self._pins
 
-    def _unpin(self, session: _Session) -> None:
+    def _unpin(self, name: str) -> None:
+        session = self._pinning.pop(name, None)
+        if session is None:
+            return
         for key in session.pinned:
             self._pins[key] -= 1
             if not self._pins[key]:

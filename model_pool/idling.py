@@ -4,6 +4,8 @@ a burst of others had displaced comes back. Pure; what it decides, Lifecycle doe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from model_pool.ledger import Ledger
 from model_pool.lifecycle import Lifecycle
 from model_pool.slot import Fleet, PoolSettings, Slot
@@ -21,20 +23,29 @@ class Idling:
         self._fleet, self._ledger, self._views, self._life, self._settings = fleet, ledger, views, life, settings
 
     def tick(self, now: float) -> None:
+        for model in self._fleet.models:
+            self._put_to_sleep(self._fleet.of(model), now)
         for slot in self._fleet:
-            if slot.state is _S.READY:
-                self._put_to_sleep(slot, now)
-            elif slot.displaced and slot.state in STARTABLE and slot.wanted_since is None and not slot.cooling(now):
+            if slot.displaced and slot.state in STARTABLE and slot.wanted_since is None and not slot.cooling(now):
                 self._reclaim(slot, now)
 
-    def _put_to_sleep(self, slot: Slot, now: float) -> None:
-        """By its keep_alive: that of its last request, else its own."""
-        idle = now - max(slot.last_used, slot.ready_since)
-        if slot.pinned or self._views.in_flight(slot, now) or idle < slot.keep_alive_seconds:
+    def _put_to_sleep(self, slots: Sequence[Slot], now: float) -> None:
+        """A model by its keep_alive: that of its last request, else its own. All its hosts together.
+
+        One by one, an idle host would fall asleep, and be started again as the further host of one in use, for ever.
+        """
+        ready = [slot for slot in slots if slot.state is _S.READY]
+        if not ready or any(slot.state in ON_THE_WAY for slot in slots):
             return
-        if now - slot.ready_since >= self._views.min_resident_seconds(slot):
-            reason = f"idle for {idle:.1f} s, keep_alive is {slot.keep_alive_seconds:g} s"
-            self._life.evict(slot, reason, now, unload=False)
+        if any(slot.pinned or self._views.in_flight(slot, now) for slot in ready):
+            return
+        idle = now - max(max(slot.last_used, slot.ready_since) for slot in ready)
+        keep_alive = max(ready, key=lambda slot: slot.last_used).keep_alive_seconds
+        stays = any(now - slot.ready_since < self._views.min_resident_seconds(slot) for slot in ready)
+        if idle >= keep_alive and not stays:
+            for slot in ready:
+                reason = f"idle for {idle:.1f} s, keep_alive is {keep_alive:g} s"
+                self._life.evict(slot, reason, now, unload=False)
 
     def _reclaim(self, slot: Slot, now: float) -> None:
         """It wants its place back once all others on its device have been idle for ``reclaim_after_seconds``.

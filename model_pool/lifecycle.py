@@ -174,7 +174,8 @@ class Lifecycle:
     def quarantine(self, slot: Slot, error: object, now: float) -> None:
         """It woke, and its canary's answer is wrong: whatever it is now, it ends. Who waits for it gets a cold load."""
         self._move(slot, _S.QUARANTINED, f"woke after {now - slot.asked_at:.1f} s, but {_message(error)}", now)
-        self.unload(slot, "quarantined: the next start is a cold load", now)
+        held = self._ledger.held_bytes(slot.ref.name)
+        self.unload(slot, f"quarantined, its {held} bytes go: the next start is a cold load", now)
 
     def slept(self, slot: Slot, report: HostReport, now: float) -> None:
         before = self._ledger.held_bytes(slot.ref.name)

@@ -7,7 +7,6 @@ state a host is in, are recorded and ignored: outcomes may come late, twice or n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from model_pool.effects import Effects, HostRef, HostReport, ModelSpec, ModelStatus, RoutingTable
@@ -327,18 +326,12 @@ class Pool:
                 self._life.start(slot, device, reason, now)
 
     def _spread(self, device: str, now: float) -> None:
-        """Start further hosts of models that are up, as far as bytes are to spare: they evict nobody.
-
-        One that falls asleep by its keep_alive is started while the others are busy only: else it would be for ever.
-        """
+        """Start further hosts of models that are up, as far as bytes are to spare: they evict nobody."""
         for slot in self._fleet:
             if slot.ref.number == 0 or slot.state not in STARTABLE or slot.cooling(now):
                 continue
             siblings = self._fleet.of(slot.name)
-            ready = [s for s in siblings if s.state is _S.READY]
-            busy = any(self._views.in_flight(s, now) for s in ready)
-            wanted = ready and (busy or math.isinf(slot.keep_alive_seconds))
-            if not wanted or self._views.device_for(slot, {}) != device:
+            if not any(s.state is _S.READY for s in siblings) or self._views.device_for(slot, {}) != device:
                 continue
             extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
             free = self._ledger.free_bytes(device)

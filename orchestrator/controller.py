@@ -13,15 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from engine.disk import DiskStore
-from engine.disk_index import DiskUnavailable
 from model_pool.effects import HostRef, ModelSpec, ModelStatus, Placement, PoolEvent, RoutingTable
 from model_pool.host import NAMESPACE, HostPicture, HostSpec, start_host
 from model_pool.ledger import DeviceBooks
@@ -31,19 +28,18 @@ from orchestrator.aggregator import push
 from orchestrator.detached import start_detached
 from orchestrator.logs import event_logger
 from orchestrator.metrics import ControllerMetrics
+from orchestrator.node_disk import NodeDisk
+from orchestrator.processes import until_dead, until_gone
 from policies.errors import EngineError, HostLost, LoadFailed, ModelLoading, OrchestratorError
 from policies.registry import RESIDENCY
 from policies.residency import Plan
 from policies.types import ModelState, Tier
-
-Result = TypeVar("Result")
 
 NAME = "controller"
 TICK_SECONDS = 0.25
 ROUTES_SECONDS = 10.0  # how long a long poll for routes waits
 EVENTS_KEPT = 2_000
 ANSWER_SECONDS = 5.0  # a host that is up and says nothing for this long is looked at; for as long again: ended
-DEATH_SECONDS = 10.0  # that a killed process may take to be gone
 CLOSE_SECONDS = 8.0  # that a host gets to put KV on disk before it is ended
 UP = (ModelState.READY, ModelState.DRAINING, ModelState.SLEEPING)
 
@@ -96,6 +92,7 @@ class Controller:
         self._plan = plan
         self._hosts_by_model = dict(plan.hosts)
         self._log = event_logger(plan.log_path)
+        self._disk = NodeDisk(plan.kv_disk, self._log)
         self._actors: dict[HostRef, Any] = {}
         self._pictures: dict[HostRef, HostPicture] = {}
         self._answers: dict[str, asyncio.Future[Placement | OrchestratorError]] = {}
@@ -167,7 +164,7 @@ class Controller:
             self._lost(ref, error)
         except TimeoutError:  # it hangs: left alive, it would keep its name and its memory from its successor
             ray.kill(actor)
-            await _until_dead(actor, self._pictures.get(ref))
+            await until_dead(actor, self._pictures.get(ref))
             self._lost(ref, TimeoutError(f"ended: no answer for {ANSWER_SECONDS:.0f} s"))
 
     async def picture(self) -> PoolPicture:
@@ -209,12 +206,12 @@ class Controller:
         """Every session whose KV may be somewhere, ``tenant/session``; the disk's without any host too."""
         answers = await self._ask_all("kv_sessions")
         held = {name for answer in answers if not isinstance(answer, OrchestratorError) for name in answer}
-        return sorted(held | set(await self._on_disk(DiskStore.sessions) or ()))
+        return sorted(held | set(await self._disk.do(DiskStore.sessions) or ()))
 
     async def forget_sessions(self, sessions: Sequence[str]) -> Forgotten:
         """Have every host, and the disk, drop the KV that only these sessions left."""
         answers = await self._ask_all("forget_sessions", tuple(sessions))
-        await self._on_disk(lambda store: [store.forget(session) for session in sessions])
+        await self._disk.do(lambda store: [store.forget(session) for session in sessions])
         lost = tuple(answer.message for answer in answers if isinstance(answer, OrchestratorError))
         return Forgotten(sum(answer for answer in answers if isinstance(answer, int)), lost)
 
@@ -314,7 +311,7 @@ class Controller:
             with contextlib.suppress(RayError, TimeoutError):  # it knows whether there is anything to keep
                 await asyncio.wait_for(actor.close.remote(), CLOSE_SECONDS)
             ray.kill(actor)
-            if not await _until_dead(actor, picture):
+            if not await until_dead(actor, picture):
                 return  # its bytes stay booked; the pool will ask again
             del self._ending[ref]
         self._pool.on_unloaded(ref, time.time())
@@ -346,25 +343,6 @@ class Controller:
 
         return await asyncio.gather(*map(one, list(self._actors)))
 
-    async def _on_disk(self, work: Callable[[DiskStore], Result]) -> Result | None:
-        """Do something with this node's disk tier, of whatever model; None without one, or when it fails."""
-        if self._plan.kv_disk is None:
-            return None
-        directory, capacity_bytes = self._plan.kv_disk
-
-        def run() -> Result:
-            store = DiskStore(Path(directory), capacity_bytes)
-            try:
-                return work(store)
-            finally:
-                store.close()
-
-        try:
-            return await asyncio.to_thread(run)
-        except DiskUnavailable as error:
-            self._log.warning("kv_disk_unavailable", cause=str(error))
-            return None
-
     # -- watching ------------------------------------------------------------------------
 
     async def _watch(self, ref: HostRef, actor: Any) -> None:
@@ -377,7 +355,7 @@ class Controller:
                     await self.suspect(ref)
                 continue
             except RayActorError as error:
-                await _until_gone(self._pictures.get(ref))
+                await until_gone(self._pictures.get(ref))
                 self._lost(ref, error)
                 return
             if self._actors.get(ref) is actor:
@@ -450,40 +428,6 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._log.error("task_failed", error=repr(task.exception()))
-
-
-async def _until_dead(actor: Any, picture: HostPicture | None) -> bool:
-    """Wait until the process of a killed actor is gone, so that its memory is; False when it is not."""
-    until = time.monotonic() + DEATH_SECONDS
-    while time.monotonic() < until:
-        try:
-            await asyncio.wait_for(actor.picture.remote(), 1.0)
-            await asyncio.sleep(0.05)
-        except TimeoutError:
-            continue
-        except RayActorError:
-            return await _until_gone(picture)
-    return False
-
-
-async def _until_gone(picture: HostPicture | None) -> bool:
-    """Ray calls an actor dead as soon as it has decided so; its process, and its memory, may be there for seconds more.
-
-    Only a process on our own machine can be looked at; of another's we have Ray's word.
-    """
-    if picture is None or picture.node != ray.get_runtime_context().get_node_id():
-        return True
-    until = time.monotonic() + DEATH_SECONDS
-    while time.monotonic() < until:
-        try:
-            process = psutil.Process(picture.pid)
-            if process.create_time() != picture.born or process.status() == psutil.STATUS_ZOMBIE:
-                return True
-            process.kill()
-        except psutil.Error:
-            return True
-        await asyncio.sleep(0.02)
-    return False
 
 
 def _said(error: BaseException) -> str:

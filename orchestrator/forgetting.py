@@ -13,7 +13,8 @@ from typing import Any
 from ray.exceptions import RayError
 
 from orchestrator.logs import EventLogger
-from policies.errors import BadRequest, OrchestratorError
+from policies.errors import OrchestratorError
+from session_store.keys import is_session_id
 from session_store.store import SessionStore
 
 EVERY_SECONDS = 20.0
@@ -49,14 +50,8 @@ class Forgetting:
         return gone
 
     async def _gone(self, names: Sequence[str]) -> list[str]:
-        parts = {name: tuple(name.split("/", 1)) for name in names}
-        asked = [(tenant, session) for tenant, session in parts.values() if tenant in self._tenants]
-        try:
-            missing = set(await self._store.missing(asked))
-        except BadRequest:  # a name that no session can have: not one of ours
-            missing = set()
-        return [
-            name
-            for name, (tenant, session) in parts.items()
-            if tenant not in self._tenants or (tenant, session) in missing
-        ]
+        """Those that are not in the store, or cannot be: of no tenant of ours, or under no session's name."""
+        parts = {name: (tenant, session) for name in names for tenant, _, session in [name.partition("/")]}
+        ours = [part for part in parts.values() if part[0] in self._tenants and is_session_id(part[1])]
+        there = set(ours) - set(await self._store.missing(ours))
+        return [name for name, part in parts.items() if part not in there]

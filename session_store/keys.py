@@ -79,10 +79,14 @@ class TenantKeys:
         return astuple(self)
 
 
+def is_session_id(text: str) -> bool:
+    return _SESSION_ID.fullmatch(text) is not None
+
+
 def check_session_id(session_id: str) -> str:
     """Return the id unchanged; BadRequest (param ``session_id``) if it is not 1..128 of
     ``[A-Za-z0-9._:-]``."""
-    if not _SESSION_ID.fullmatch(session_id):
+    if not is_session_id(session_id):
         raise BadRequest(
             f"session_id must be 1 to {SESSION_ID_MAX_CHARS} characters out of A-Z a-z 0-9 . _ : -; "
             f"this one has {len(session_id)} characters",

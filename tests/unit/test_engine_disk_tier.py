@@ -78,6 +78,18 @@ def known(engine: FakeEngine) -> int:
     return len(engine._disk._known)
 
 
+def gated(monkeypatch: pytest.MonkeyPatch, verb: str) -> threading.Event:
+    """From now on that verb of the store waits until the event is set."""
+    gate, work = threading.Event(), getattr(DiskStore, verb)
+
+    def waiting(*args: object) -> object:
+        gate.wait(10)
+        return work(*args)
+
+    monkeypatch.setattr(DiskStore, verb, waiting)
+    return gate
+
+
 def test_what_an_engine_leaves_the_next_one_finds(start: Callable[..., FakeEngine]) -> None:
     first = start()
     before = run(first, turn("1"))["1"]
@@ -97,14 +109,7 @@ def test_while_its_kv_is_read_a_generation_is_swapping_in_and_others_run(
     first = start()
     run(first, turn("1"))
     first.close()
-    gate = threading.Event()
-    get = DiskStore.get_into
-
-    def slowly(*args: object) -> object:
-        gate.wait(10)
-        return get(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DiskStore, "get_into", slowly)
+    gate = gated(monkeypatch, "get_into")
     monkeypatch.setattr(disk_tier, "PATIENCE_SECONDS", 60.0)
     second = start()
     settled(second, lambda: known(second) >= 7)
@@ -181,14 +186,7 @@ def test_a_read_that_never_returns_is_given_up_and_writes_to_nobodys_block(
     first = start()
     before = run(first, turn("1"))["1"]
     first.close()
-    gate = threading.Event()
-    get = DiskStore.get_into
-
-    def hanging(*args: object) -> object:
-        gate.wait(10)
-        return get(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DiskStore, "get_into", hanging)
+    gate = gated(monkeypatch, "get_into")
     monkeypatch.setattr(disk_tier, "PATIENCE_SECONDS", 0.05)
     second = start()
     settled(second, lambda: known(second) >= 7)
@@ -215,14 +213,7 @@ def test_a_cancel_while_kv_is_read_frees_everything(
     first = start()
     run(first, turn("1"))
     first.close()
-    gate = threading.Event()
-    get = DiskStore.get_into
-
-    def slowly(*args: object) -> object:
-        gate.wait(10)
-        return get(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DiskStore, "get_into", slowly)
+    gate = gated(monkeypatch, "get_into")
     second = start()
     settled(second, lambda: known(second) >= 7)
     second.add(turn("2"))
@@ -295,14 +286,7 @@ def test_a_deleted_session_leaves_no_file_and_the_others_do(start: Callable[...,
 def test_what_waits_to_be_written_for_a_deleted_session_is_not_written(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = threading.Event()
-    put = DiskStore.put
-
-    def slowly(*args: object) -> object:
-        gate.wait(10)
-        return put(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DiskStore, "put", slowly)
+    gate = gated(monkeypatch, "put")
     tier = DiskTier(lambda: DiskStore(directory, 2**20), "m", 8, lambda blocks, content: None)
     try:
         for number in range(3):
@@ -335,3 +319,39 @@ def test_files_are_our_own(start: Callable[..., FakeEngine], directory: Path) ->
     assert {file.stat().st_mode & 0o777 for file in directory.rglob("*.kv")} == {0o600}
     assert directory.stat().st_mode & 0o777 == 0o700
     assert os.listdir(directory)
+
+
+def test_a_thread_that_fails_by_a_bug_says_so_and_goes_on(
+    start: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(disk_tier, "PATIENCE_SECONDS", 0.05)
+    first = start()
+    before = run(first, turn("1"))["1"]
+    first.close()
+    second = start()
+    settled(second, lambda: known(second) >= 7)
+
+    def fails(blocks: object, content: object) -> None:
+        second._disk._fill = second._write_kv  # type: ignore[union-attr]
+        raise RuntimeError("a bug of ours")
+
+    assert second._disk is not None
+    second._disk._fill = fails
+    assert run(second, turn("2"))["2"].tokens == before.tokens
+    second._kv_cache.pool.clear_cache()
+    settled(second, lambda: known(second) >= 7)
+    assert cached(run(second, turn("3"))["3"]) == 28
+
+
+def test_at_the_end_what_is_worth_most_goes_to_disk_first_and_what_is_not_worth_it_never(
+    start: Callable[..., FakeEngine],
+) -> None:
+    engine = start()
+    run(engine, turn("1"), request("2", range(100, 120), 4))
+    cache = engine._kv_cache
+    worth = {key: float(number) for number, (_, key, _) in enumerate(cache.pool.cached())}
+    spills = cache.park_on_disk(worth.__getitem__)
+    assert [worth[spill.key] for spill in spills] == sorted(worth.values(), reverse=True)
+    cache._worth_writing = lambda key: worth[key] > 3.0
+    assert {worth[spill.key] for spill in cache.park_on_disk()} == {value for value in worth.values() if value > 3.0}

@@ -502,3 +502,21 @@ def test_E17_what_just_fits_runs_and_what_does_not_is_refused_at_the_door(tokens
     for _ in range(40):
         step(scheduler)
     assert near.state is S.FINISHED and other.state is S.FINISHED
+
+
+def test_a_read_from_disk_begins_only_when_its_block_was_copied_away() -> None:
+    disk = Disk(eager=False)
+    kv = KVCache(SIZE, 4, 8, disk=disk)
+    scheduler = Scheduler(LIMITS, kv)
+    old = context_of("old", [1] * 13, 1)
+    scheduler.add(old)
+    steps_until(scheduler, lambda: old.terminal)  # its blocks are cached, and will be given out
+    new = context_of("new", [2] * 9, 1)
+    kv.extend_keys(new)
+    disk.kept = {key: [None] * SIZE for key in new.block_keys}
+    scheduler.add(new)
+    plan = scheduler.schedule(0.0, 0.0)
+    assert [move.way for move in plan.moves if isinstance(move, Move)] and new.state is S.SWAPPING_IN
+    assert disk.reads == []
+    kv.launched()
+    assert [key for key, _ in disk.reads] == new.block_keys

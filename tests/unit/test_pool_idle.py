@@ -179,4 +179,18 @@ def test_two_displaced_default_models_are_not_promised_the_same_bytes() -> None:
     world.run()
     world.tick(0.25)
     assert world.state("guest") is S.READY
-    assert {world.state("one"), world.state("two")} == {S.READY, S.SLEEPING} or world.state("one") is S.COLD
+    assert sum(world.state(name) is S.READY for name in ("one", "two")) == 1
+
+
+def test_an_idle_host_of_a_model_in_use_stays_up() -> None:
+    world = World({"a": 20}, replicas={"a": 3}, keep_alive={"a": 0.0})
+    world.bring_up("a")
+    world.pool.on_report(world.ref("a"), world.report("a", S.READY, in_flight=1), world.now)
+    world.tick()
+    world.run()
+    before = len(world.effects.calls)
+    for _ in range(10):
+        world.tick(1.0)
+        world.run()
+    assert {world.state("a", number) for number in range(3)} == {S.READY}
+    assert len(world.effects.calls) == before
