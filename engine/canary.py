@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,13 +16,28 @@ from policies.errors import EngineError
 
 PROMPT = (1, 2, 3, 5, 8, 13, 21, 34)  # any ids do: only sameness matters
 MOST_TOKENS = 4
+WARM_SECONDS = 0.3  # for shapes beyond the usual ones
 MARGIN = 1e-3  # lead over the runner-up below which rounding could change a token
 
 
-def warm_up(runner: Runner, kv: KVMemory, limits: EngineLimits) -> None:
-    """Run the shapes of decoding once."""
-    for rows in sorted({1, min(2, limits.max_running), min(8, limits.max_running)}):
-        made_up_step(runner, kv, limits, [[1]] * rows)()
+def warm_up(runner: Runner, kv: KVMemory, limits: EngineLimits, seen: Sequence[int] = ()) -> None:
+    """Run the shapes of decoding once, and those that traffic had (``seen``: tokens in one step) within a moment."""
+    rows = {1, min(2, limits.max_running), min(8, limits.max_running)}
+    for count in sorted(rows):
+        made_up_step(runner, kv, limits, [[1]] * count)()
+    until = time.monotonic() + WARM_SECONDS
+    for count in sorted(set(seen) - rows):
+        if time.monotonic() >= until:
+            return
+        if count <= limits.max_running:
+            made_up_step(runner, kv, limits, [[1]] * count)()
+        elif count <= limits.max_model_len:
+            made_up_step(runner, kv, limits, [[1] * count])()
+
+
+def decoding(runner: Runner, kv: KVMemory, limits: EngineLimits) -> Callable[[], torch.Tensor]:
+    """The step that the number of threads is chosen on."""
+    return made_up_step(runner, kv, limits, [[1]] * min(4, limits.max_running, limits.step_tokens))
 
 
 def answer(runner: Runner, kv: KVMemory, limits: EngineLimits) -> tuple[int, ...]:

@@ -59,14 +59,15 @@ class EngineCore(ABC):
         self._texts: dict[tuple[str, int], TextStream] = {}
         self._counts: Counter[str] = Counter()
         self._disk: DiskTier | None = None
+        self._warmed = False
         self._condemned: set[str] = set()  # deleted while a turn of theirs runs
         self._ended: deque[EndedContext] = deque(maxlen=ENDED_KEPT)
 
     # -- what a kind of engine supplies ------------------------------------------
 
     @abstractmethod
-    def load(self) -> LoadReport:
-        """Read the weights, measure, allocate; ends with ``_begin``."""
+    def load(self, *, asleep: bool = False) -> LoadReport:
+        """Read the weights, measure, allocate; ends with ``_begin``. ``asleep``: as far as that takes no memory."""
 
     @abstractmethod
     def _warm(self) -> None:
@@ -131,8 +132,12 @@ class EngineCore(ABC):
         )
         self._scheduler = Scheduler(self.limits, self._kv_cache)
 
+    def _content_bytes(self) -> int:
+        """Of one block as ``_read_kv`` gives it; asleep too."""
+        return self._block_bytes
+
     def _open_disk(self, directory: Path, capacity_bytes: int) -> DiskTier:
-        content_bytes = self._read_kv([0], host=False).shape[1]
+        content_bytes = self._content_bytes()
         tier = DiskTier(
             lambda: DiskStore(directory, capacity_bytes),
             self.report.fingerprint,
@@ -146,7 +151,7 @@ class EngineCore(ABC):
 
     def warm(self) -> None:
         self._warm()
-        self._awake = True
+        self._warmed = self._awake = True
 
     def sleep(self) -> None:
         if self._contexts:
@@ -166,6 +171,9 @@ class EngineCore(ABC):
             self._take_again()
             copied = time.monotonic()
             self._canary()
+            if not self._warmed:  # it was loaded asleep
+                self._warm()
+                self._warmed = True
         except (RuntimeError, MemoryError) as error:
             self._give_back()
             raise HostUnavailable(f"not enough memory to wake: {error}") from error
@@ -240,7 +248,7 @@ class EngineCore(ABC):
         """
         if not self._awake:
             raise HostUnavailable("this engine is asleep")
-        block_bytes = self._read_kv([0], host=False).shape[1]
+        block_bytes = self._content_bytes()
         saved = checkpoint.read(path, self._identity(tenant), block_bytes)
         self.add(saved.request)
         context = self._contexts[saved.request.request_id, saved.request.generation]

@@ -72,7 +72,7 @@ class FakeEngine(EngineCore):
         self.settings = settings or FakeSettings()
         self._made = 0
 
-    def load(self) -> LoadReport:
+    def load(self, *, asleep: bool = False) -> LoadReport:
         fake = self.settings
         time.sleep(fake.load_seconds)
         if fake.load_error:
@@ -128,6 +128,9 @@ class FakeEngine(EngineCore):
 
     def _move(self, moves: Sequence[Move]) -> None:
         """There is no KV."""
+
+    def _content_bytes(self) -> int:
+        return BLOCK_BYTES
 
     def _keep_memory(self, blocks: int) -> None:
         """There is no KV."""

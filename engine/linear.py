@@ -37,8 +37,8 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the reordered weight, as long as there is one."""
-        return 0 if self._packed is None else self.weight.numel() * self.weight.element_size()
+        """Bytes of the reordered weight, when there is one."""
+        return self.weight.numel() * self.weight.element_size()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
@@ -17,10 +19,11 @@ from engine import device as machine
 from engine.attention import paged
 from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
 from engine.attention.paged import Probe
-from engine.canary import made_up_step
+from engine.canary import decoding, made_up_step
 from engine.disk_tier import queued_blocks
 from engine.memory import held_bytes, trim
 from engine.protocol import EngineLimits, LoadReport
+from engine.recipe import KnownLayer, Recipe
 from engine.runner import Runner
 from engine.weights import Weights, fingerprint
 from policies.errors import DoesNotFit, LoadFailed
@@ -35,7 +38,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run."""
+    """A model ready to run, or asleep and ready to wake."""
 
     weights: Weights
     runner: Runner
@@ -45,50 +48,128 @@ class Loaded:
     eos_token_ids: frozenset[int]
     vocabulary: int
     report: LoadReport
+    tokenizer: Tokenizer
+    recipe: Recipe  # its canary is still to be found out by a first load
 
 
-def load_model(path: Path, memory_bytes: int, limits: EngineLimits, dtype: torch.dtype, device: str) -> Loaded:
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be loaded, and into how much memory."""
+
+    path: Path
+    memory_bytes: int
+    limits: EngineLimits
+    dtype: torch.dtype
+    device: str
+
+
+def load_model(order: Order) -> Loaded:
     """Load, refuse what would be silently wrong, measure, and allocate what memory is left as KV pool.
 
     KV bytes = memory_bytes − weights − activation peak of the largest step − process residual.
     """
     begin = time.monotonic()
-    if device == "cpu":
-        torch.set_num_threads(1)  # beside a busy neighbour two threads load slower; decoding's count is measured below
+    path, dtype, device = order.path, order.dtype, order.device
+    _one_thread(device)
     residual = held_bytes()
     config = _read_config(path)
-    limits = _fit_window(config, limits)
+    limits = _fit_window(config, order.limits)
     hashing = ThreadPoolExecutor(1, "fingerprint")
     identity = hashing.submit(fingerprint, path)
     hashing.shutdown(wait=False)
+    tokenizer = _tokenizer(path)  # part of the residual: large ones take 90 MB
     runner, weights, layers = _take_over(path, config, dtype, device, limits.block_size)
     trim()
     peak, prefill_seconds = _measure(runner, layers, limits, dtype, device)
     trim()
-    # measured now, not before: building the model has imported its code, and the steps have compiled their kernels
-    residual = max(residual + weights.private_bytes, held_bytes() - weights.nbytes)
-    host_kv = _host_kv(layers, limits, dtype)
-    residual += host_kv.nbytes + _disk_queue_bytes(layers, limits, dtype)
-    spare = memory_bytes - weights.nbytes - peak - residual
-    why = (
-        f"memory_bytes {memory_bytes} − weights {weights.nbytes} − activation peak {peak} − kv_host {host_kv.nbytes} "
-        f"− process {residual - host_kv.nbytes}"
+    recipe = Recipe(
+        fingerprint=identity.result(),
+        layers=tuple(KnownLayer(index, *dataclasses.astuple(shape)) for index, shape in layers.items()),
+        packed=weights.packed_layers,
+        threads=torch.get_num_threads(),
+        peak_bytes=peak,
+        # now, not before: building the model has imported its code, and the steps have compiled their kernels
+        process_bytes=max(residual + weights.private_bytes, held_bytes() - weights.nbytes),
+        prefill_seconds=prefill_seconds,
+        copy_seconds=0.0,
+        canary=(),
     )
-    kv = _allocate(spare, layers, limits, dtype, device, why)
+    loaded = _assemble(order, config, limits, runner, weights, tokenizer, recipe)
+    recipe = dataclasses.replace(recipe, copy_seconds=_copy_seconds(loaded.kv, loaded.host_kv, limits.block_size))
+    return dataclasses.replace(
+        loaded,
+        recipe=recipe,
+        report=dataclasses.replace(loaded.report, seconds=time.monotonic() - begin, kv_costs=_costs(recipe)),
+    )
+
+
+def load_known(order: Order, recipe: Recipe) -> Loaded:
+    """The same by the findings of an earlier load of the same files: no weight is read, and it is asleep."""
+    begin = time.monotonic()
+    _one_thread(order.device)
+    config = _read_config(order.path)
+    limits = _fit_window(config, order.limits)
+    tokenizer = _tokenizer(order.path)
+    model = _skeleton(config, order.dtype)
+    weights = Weights(model, order.path, order.device, known=recipe.packed)
+    trim()
+    recipe = dataclasses.replace(recipe, process_bytes=max(recipe.process_bytes, held_bytes()))
+    runner = Runner(model, order.device, limits.block_size)
+    loaded = _assemble(order, config, limits, runner, weights, tokenizer, recipe)
+    loaded.kv.give_back()
+    return dataclasses.replace(
+        loaded, report=dataclasses.replace(loaded.report, seconds=time.monotonic() - begin, kv_costs=_costs(recipe))
+    )
+
+
+def _one_thread(device: str) -> None:
+    if device == "cpu":
+        torch.set_num_threads(1)  # beside a busy neighbour two threads load slower; decoding's count is measured
+
+
+def _costs(recipe: Recipe) -> KVCosts:
+    return KVCosts(recipe.copy_seconds, recipe.prefill_seconds)
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    tokenizer: Tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    return tokenizer
+
+
+def _assemble(
+    order: Order,
+    config: PretrainedConfig,
+    limits: EngineLimits,
+    runner: Runner,
+    weights: Weights,
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+) -> Loaded:
+    """Allocate KV from what memory is left, and say what there is."""
+    dtype = order.dtype
+    layers = {k.index: LayerShape(k.kv_heads, k.head_dim, k.value_dim, k.window) for k in recipe.layers}
+    host_kv = _host_kv(layers, limits, dtype)
+    residual = recipe.process_bytes + host_kv.nbytes + _disk_queue_bytes(layers, limits, dtype)
+    spare = order.memory_bytes - weights.nbytes - recipe.peak_bytes - residual
+    why = (
+        f"memory_bytes {order.memory_bytes} − weights {weights.nbytes} − activation peak {recipe.peak_bytes} "
+        f"− kv_host {host_kv.nbytes} − process {residual - host_kv.nbytes}"
+    )
+    kv = _allocate(spare, layers, limits, dtype, order.device, why)
     report = LoadReport(
         weight_bytes=weights.nbytes,
         kv_bytes=kv.nbytes,
         kv_capacity_tokens=kv.num_slots,
-        peak_bytes=peak,
+        peak_bytes=recipe.peak_bytes,
         residual_bytes=residual,
-        fingerprint=identity.result(),
+        fingerprint=recipe.fingerprint,
         dtype=str(dtype),
-        seconds=time.monotonic() - begin,
+        seconds=0.0,
         kv_host_capacity_tokens=host_kv.num_slots,
-        kv_costs=KVCosts(_copy_seconds(kv, host_kv, limits.block_size), prefill_seconds),
         window_tokens=_window(layers),
     )
-    return Loaded(weights, runner, kv, host_kv, limits, _eos(path, config), config.vocab_size, report)
+    eos = _eos(order.path, config)
+    return Loaded(weights, runner, kv, host_kv, limits, eos, config.vocab_size, report, tokenizer, recipe)
 
 
 def _read_config(path: Path) -> PretrainedConfig:
@@ -119,6 +200,20 @@ def _build(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> torch.nn
             raise
         every = list(range(config.num_hidden_layers))  # its layers choose their attention from a table of their own
         raise _not_dispatched(config, every, f" (KeyError: {error})") from error
+    return model.eval()
+
+
+def _skeleton(config: PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """The model without weights: its buffers are computed, its parameters have a shape and no memory."""
+    with init_empty_weights(include_buffers=False):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=paged.NAME
+        )
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            nan = torch.full((1,) * parameter.dim(), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+            setattr(module, name, torch.nn.Parameter(nan, requires_grad=False))
+    model.tie_weights()  # type: ignore[operator]
     return model.eval()
 
 
@@ -171,9 +266,8 @@ def _measure(
     slots = -(-limits.step_tokens // limits.block_size) * limits.block_size
     scratch = KVMemory(layers, slots, dtype, device)
     rows = min(limits.max_running, limits.step_tokens)
-    decode = made_up_step(runner, scratch, limits, [[1]] * min(4, rows))
     if device == "cpu":
-        machine.choose_threads(decode)
+        machine.choose_threads(decoding(runner, scratch, limits))
     per_context = max(1, limits.step_tokens // rows)
     widest = made_up_step(runner, scratch, limits, [[1] * per_context] * rows)
     tokens = min(limits.step_tokens, limits.max_model_len)

@@ -202,8 +202,12 @@ class Engine(Protocol):
 
     limits: EngineLimits
 
-    def load(self) -> LoadReport:
-        """Read the weights, measure, allocate the KV pool."""
+    def load(self, *, asleep: bool = False) -> LoadReport:
+        """Read the weights, measure, allocate the KV pool.
+
+        ``asleep``: only make ready to wake, by what an earlier load of the same files found out on this machine;
+        NotKnownYet when there was none. ``warm`` is then not called: waking does it.
+        """
 
     def warm(self) -> None:
         """First steps, on nobody's request; requests are taken from then on."""

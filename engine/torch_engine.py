@@ -3,60 +3,118 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
-from engine import canary, penalties, sampler
-from engine.canary import warm_up
+from engine import canary, penalties, recipe, sampler
+from engine import device as machine
+from engine.canary import decoding, warm_up
 from engine.core import EngineCore
 from engine.device import ThreadGovernor
-from engine.loader import load_model
+from engine.loader import Loaded, Order, load_known, load_model
 from engine.logprobs import Choice
 from engine.memory import trim
 from engine.protocol import EngineLimits, LoadReport
+from engine.recipe import Recipe
 from engine.scheduler import Chunk
 from engine.tiers import Move, Way
+from policies.errors import EngineError, LoadFailed, NotKnownYet
+
+WARM_SHAPES = 16
 
 
 class TorchEngine(EngineCore):
     """Inference for one causal language model."""
 
-    def __init__(self, path: Path, memory_bytes: int, limits: EngineLimits, dtype: str = "float32") -> None:
+    def __init__(
+        self, path: Path, memory_bytes: int, limits: EngineLimits, dtype: str = "float32", recipes: Path | None = None
+    ) -> None:
         """Nothing is read before ``load``.
 
         Args:
             path: directory with config.json, safetensors and tokenizer.json.
             memory_bytes: all this process may hold: residual + weights + activation peak + KV pool.
+            recipes: directory for what a first load finds out; None: every load is a first one.
         """
         super().__init__(limits)
         self.path = path
         self.memory_bytes = memory_bytes
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._recipe_file = recipe.recipe_file(recipes, path, limits, dtype, self.device) if recipes else None
 
-    def load(self) -> LoadReport:
-        loaded = load_model(self.path, self.memory_bytes, self.limits, self.dtype, self.device)
+    def load(self, *, asleep: bool = False) -> LoadReport:
+        order = Order(self.path, self.memory_bytes, self.limits, self.dtype, self.device)
+        known = recipe.read(self._recipe_file) if self._recipe_file else None
+        loaded = self._load_known(order, known, asleep=asleep) if known is not None else None
+        if loaded is None and asleep:
+            raise NotKnownYet(f"{self.path.name} has not been loaded here before: its first load needs its memory")
+        if loaded is None:
+            loaded = load_model(order)
+            self._hold(loaded)
         self.limits = loaded.limits
-        self._weights, self._kv, self._runner = loaded.weights, loaded.kv, loaded.runner
-        self._host_kv = loaded.host_kv
-        self._governor = ThreadGovernor(torch.get_num_threads())
-        tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
-        self._begin(loaded.report, tokenizer, loaded.eos_token_ids, loaded.vocabulary)
+        self._governor = ThreadGovernor(loaded.recipe.threads)
+        self._rows: Counter[int] = Counter(dict.fromkeys(loaded.recipe.rows, 1))
+        self._begin(loaded.report, loaded.tokenizer, loaded.eos_token_ids, loaded.vocabulary)
         return loaded.report
 
+    def _load_known(self, order: Order, known: Recipe, *, asleep: bool) -> Loaded | None:
+        """By the recipe; None when that is of no use, and then it is gone: as if it were of another model."""
+        try:
+            loaded = load_known(order, known)
+            self._hold(loaded)
+            if not asleep:
+                self._take_again()
+                self._canary()
+        except (EngineError, LoadFailed, KeyError, AttributeError, TypeError, ValueError, RuntimeError):
+            self._forget_recipe()
+            for name in ("_weights", "_kv", "_runner", "_host_kv"):  # before others are made
+                self.__dict__.pop(name, None)
+            return None
+        return loaded
+
+    def _hold(self, loaded: Loaded) -> None:
+        self._weights, self._kv, self._runner = loaded.weights, loaded.kv, loaded.runner
+        self._host_kv = loaded.host_kv
+        self._recipe = loaded.recipe
+
     def _warm(self) -> None:
-        warm_up(self._runner, self._kv, self.limits)
-        self._canary_tokens = canary.answer(self._runner, self._kv, self.limits)
+        """Also finds out what a load by recipe does not know, or only from a busy moment."""
+        warm_up(self._runner, self._kv, self.limits, self._recipe.rows)
+        found = self._recipe
+        if self.device == "cpu" and found.threads == 1:
+            threads = machine.choose_threads(decoding(self._runner, self._kv, self.limits))
+            found = replace(found, threads=threads)
+            self._governor = ThreadGovernor(threads)
+        if not found.canary:
+            found = replace(found, canary=canary.answer(self._runner, self._kv, self.limits))
+        self._keep_recipe(found)
         trim()  # what measuring and warming up have used once
 
     def _canary(self) -> None:
-        canary.check(self._runner, self._kv, self.limits, self._canary_tokens)
+        try:
+            canary.check(self._runner, self._kv, self.limits, self._recipe.canary)
+        except EngineError:
+            self._forget_recipe()
+            raise
+
+    def _keep_recipe(self, found: Recipe) -> None:
+        """Not for weights that the files do not hold as the model has them: those must be computed by a whole load."""
+        if self._recipe_file is not None and found != self._recipe and not self._weights.private_bytes:
+            recipe.write(self._recipe_file, found)
+        self._recipe = found
+
+    def _forget_recipe(self) -> None:
+        if self._recipe_file is not None:
+            self._recipe_file.unlink(missing_ok=True)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Choice | None]:
+        self._rows[sum(chunk.count for chunk in chunks)] += 1
         with self._governor.step():
             logits = self._runner.run(chunks, self._kv)
         sampled = [chunk.context for chunk in chunks if chunk.samples]
@@ -93,6 +151,7 @@ class TorchEngine(EngineCore):
         self._kv.keep(blocks, self.limits.block_size)
 
     def _give_back(self) -> None:
+        self._keep_recipe(replace(self._recipe, rows=tuple(sorted(r for r, _ in self._rows.most_common(WARM_SHAPES)))))
         self._weights.sleep()
         self._kv.give_back()
         trim()  # malloc would keep what steps have used, and the residual would grow

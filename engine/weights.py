@@ -20,7 +20,7 @@ import mmap
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -160,15 +160,17 @@ class Copy:
 class Arena:
     """Parameters and persistent buffers as views of one storage."""
 
-    def __init__(self, nbytes: int, device: str) -> None:
+    def __init__(self, nbytes: int, device: str, *, filled: bool) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes = nbytes
         self.copies: list[Copy] = []
+        self._filled = filled
 
     def add(self, copy: Copy) -> None:
-        """Fill one piece now, and again at every wake."""
+        """Fill one piece at every wake, and now if the arena is made ``filled``."""
         self.copies.append(copy)
-        self._copy(copy)
+        if self._filled:
+            self._copy(copy)
 
     def fill(self) -> None:
         for copy in self.copies:
@@ -189,11 +191,15 @@ class Arena:
 class Packed:
     """The weight of one ``Linear`` in oneDNN's layout."""
 
-    def __init__(self, linear: PackedLinear, source: torch.Tensor) -> None:
+    def __init__(self, linear: PackedLinear, source: torch.Tensor, *, filled: bool) -> None:
         self._linear = linear
         self._source = source.view(linear.weight.shape)
-        self.take_again()
-        self.nbytes = linear.packed_bytes
+        if filled:
+            self.take_again()
+
+    @property
+    def nbytes(self) -> int:
+        return self._linear.packed_bytes
 
     def give_back(self) -> None:
         self._linear.unpack()
@@ -205,18 +211,32 @@ class Packed:
 class Weights:
     """The weights of one model: awake (every store filled) or asleep (every store empty)."""
 
-    def __init__(self, model: torch.nn.Module, path: Path, device: str, *, pack: bool = True) -> None:
-        """Takes the tensors of ``model`` over. With ``pack``, its linear layers are replaced where that is faster."""
+    def __init__(
+        self, model: torch.nn.Module, path: Path, device: str, *, pack: bool = True, known: Sequence[str] | None = None
+    ) -> None:
+        """Takes the tensors of ``model`` over.
+
+        Args:
+            pack: replace linear layers by packed ones where that is measured to be faster.
+            known: the names of the layers to pack, found out by an earlier load of the same files. ``model`` is then a
+                skeleton: the files' tensors are taken for its own, by name, unread; and the weights are asleep.
+        """
         self._files = _open(path)
         self._stores: list[Store] = []
+        self._filled = known is None
         self.private_bytes = 0
+        self.packed_layers: tuple[str, ...] = ()
         tensors = _owned_tensors(model)
         sources = self._sources(tensors)
-        if pack:
-            self._pack(model, tensors, sources)
+        if known is not None:
+            self._pack(model, tensors, sources, {name: _linear(model, name) for name in known})
+        elif pack:
+            self._pack(model, tensors, sources, packable(model))
         if device == "cpu":
             _leave_embeddings_mapped(model, tensors, sources)
         self._place(tensors, sources, device)
+        if not self._filled:
+            self.sleep()  # nothing was written, so no page of it was ever taken
 
     @property
     def nbytes(self) -> int:
@@ -250,20 +270,31 @@ class Weights:
         sources: dict[str, Source] = {}
         for file in self._files:
             for stored in file.tensors:
-                source = _source(tensors[stored.name], stored, file) if stored.name in tensors else None
-                if source is not None:
-                    sources[stored.name] = source
-        for name in tensors.keys() - sources.keys():
+                if stored.name in tensors:
+                    find = _source if self._filled else _named_source
+                    source = find(tensors[stored.name], stored, file)
+                    if source is not None:
+                        sources[stored.name] = source
+        missing = tensors.keys() - sources.keys()
+        if missing and not self._filled:
+            raise LoadFailed(f"the files hold nothing for {', '.join(sorted(missing))}: not what was loaded before")
+        for name in missing:
             private = tensors[name].detach().cpu().contiguous().view(-1)
             self.private_bytes += private.nbytes
             sources[name] = Source(private)
         return sources
 
-    def _pack(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], sources: dict[str, Source]) -> None:
-        """Replace linear layers one by one: each plain weight is freed before the next is reordered."""
+    def _pack(
+        self,
+        model: torch.nn.Module,
+        tensors: dict[str, torch.Tensor],
+        sources: dict[str, Source],
+        layers: dict[str, torch.nn.Linear],
+    ) -> None:
+        """Replace these linear layers one by one: each plain weight is freed before the next is reordered."""
+        self.packed_layers = tuple(layers)
         names = {id(tensor): name for name, tensor in tensors.items()}
         users = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-        layers = packable(model)
         while layers:
             path, linear = layers.popitem()
             name = names[id(linear.weight)]
@@ -274,7 +305,7 @@ class Weights:
             if not users[id(linear.weight)]:  # else it is an embedding table tied to the head
                 del tensors[name]
             del linear
-            self._stores.append(Packed(packed, sources[name].flat))
+            self._stores.append(Packed(packed, sources[name].flat, filled=self._filled))
 
     def _place(self, tensors: dict[str, torch.Tensor], sources: dict[str, Source], device: str) -> None:
         """Move the tensors that are left into arenas, file by file; each old copy is freed before the next is made."""
@@ -283,7 +314,7 @@ class Weights:
             runs = list(_runs(names, sources))
             if runs:
                 sizes = [sum(_nbytes(tensors[name]) for name in run) for run in runs]
-                arena = Arena(sum(map(_padded, sizes)), device)
+                arena = Arena(sum(map(_padded, sizes)), device, filled=self._filled)
                 offset = 0
                 for run, size in zip(runs, sizes, strict=True):
                     arena.add(_copy(offset, size, sources[run[0]], tensors[run[0]].dtype))
@@ -336,6 +367,21 @@ def _source(tensor: torch.Tensor, stored: StoredTensor, file: WeightFile) -> Sou
         return None
     converted = raw.view(dtype)
     return Source(converted, file=file) if torch.equal(converted.to(flat.dtype), flat) else None
+
+
+def _named_source(tensor: torch.Tensor, stored: StoredTensor, file: WeightFile) -> Source | None:
+    """The same, of a file that was compared before: by name, shape and dtype."""
+    if tuple(tensor.shape) != stored.shape or stored.dtype not in FLOATS:
+        return None
+    flat = file.read(stored.begin, stored.end).view(FLOATS[stored.dtype])
+    return Source(flat, stored.begin, file) if flat.dtype == tensor.dtype else Source(flat, file=file)
+
+
+def _linear(model: torch.nn.Module, name: str) -> torch.nn.Linear:
+    module = model.get_submodule(name)
+    if type(module) is not torch.nn.Linear:
+        raise LoadFailed(f"{name} is a {type(module).__name__} now, and was a Linear when the model was loaded before")
+    return module
 
 
 def _runs(names: list[str], sources: dict[str, Source]) -> Iterator[list[str]]:

@@ -186,6 +186,10 @@ class LoadFailed(Unavailable):
     code = "load_failed"
 
 
+class NotKnownYet(LoadFailed):
+    """What a load would need to have found out before, it has not."""
+
+
 class CapacityPinned(Unavailable):
     code = "capacity_pinned"
 

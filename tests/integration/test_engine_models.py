@@ -177,6 +177,16 @@ def test_after_sleep_and_wake(family: Family) -> None:
     assert said["6woken"].last.usage.cached_tokens == 0  # type: ignore[union-attr]
 
 
+def test_loaded_by_the_findings_of_an_earlier_load(family: Family, tmp_path: Path) -> None:
+    """Every family comes out the same of a skeleton and its files."""
+    for asleep in (False, True):
+        engine = TorchEngine(family.engine.path, 4 * 2**30, LIMITS, recipes=tmp_path)
+        engine.load(asleep=asleep)
+        (engine.wake if asleep else engine.warm)()
+        torch.set_num_threads(1)
+        family.check(run(engine, *family.requests()))
+
+
 # -- refused at load --------------------------------------------------------------------------
 
 

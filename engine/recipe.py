@@ -1,0 +1,92 @@
+"""Owns what the first load of a model finds out on this machine, kept in a file for the loads that follow. Torch-free.
+
+A load that has to find out nothing takes a third of the time, and can end asleep: without any device memory. A recipe
+is of exactly these weight files (by size, time and inode), limits, versions and processor. Its canary is asked at every
+load that uses it; a recipe whose canary answers wrong is thrown away, and the model is loaded as if for the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from engine.protocol import EngineLimits
+
+VERSION = 1
+PACKAGES = ("torch", "transformers", "safetensors")
+SHAPING = ("max_model_len", "block_size", "step_tokens", "max_running")  # limits that what is measured depends on
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLayer:
+    """KV geometry of one layer; see ``attention.kv.LayerShape``."""
+
+    index: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The findings. Bytes, and wall-clock seconds."""
+
+    fingerprint: str  # of the weights
+    layers: tuple[KnownLayer, ...]
+    packed: tuple[str, ...]  # names of the layers that multiply faster in oneDNN's layout
+    threads: int  # for decoding
+    peak_bytes: int  # activations of the largest step
+    process_bytes: int  # what the process kept besides weights and KV
+    prefill_seconds: float  # per token
+    copy_seconds: float  # per block, device to host memory
+    canary: tuple[int, ...]  # the answer
+    rows: tuple[int, ...] = ()  # tokens in one step, as traffic had them most often; warmed up before the next traffic
+
+
+_ADAPTER = TypeAdapter(Recipe)
+
+
+def recipe_file(directory: Path, model: Path, limits: EngineLimits, dtype: str, device: str) -> Path:
+    """Where the recipe of such a load is kept; it need not exist."""
+    files = [*sorted(model.glob("*.safetensors")), model / "config.json"]
+    stamps = [(f.name, s.st_size, s.st_mtime_ns, s.st_ino) for f in files if f.exists() for s in (f.stat(),)]
+    limiting = {name: value for name, value in asdict(limits).items() if name in SHAPING}
+    said = json.dumps([VERSION, str(model), stamps, limiting, dtype, device, _machine()], sort_keys=True)
+    return directory / f"{model.name}-{hashlib.sha256(said.encode()).hexdigest()[:16]}.json"
+
+
+def read(file: Path) -> Recipe | None:
+    """None when there is none, or none that can be read."""
+    try:
+        return _ADAPTER.validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def write(file: Path, recipe: Recipe) -> None:
+    """Whole or not at all; where it cannot be written, the next load finds out again."""
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(_ADAPTER.dump_json(recipe, indent=1))
+        temporary.replace(file)
+
+
+@functools.cache
+def _machine() -> list[str]:
+    """What measurements depend on, besides the model."""
+    versions = [f"{package} {importlib.metadata.version(package)}" for package in PACKAGES]
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return [*versions, names[0] if names else platform.machine(), f"{len(os.sched_getaffinity(0))} cores"]
