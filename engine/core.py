@@ -40,7 +40,7 @@ from engine.snapshot import ENDED_KEPT, EndedContext, EngineSnapshot, ended_cont
 from engine.tiers import Move
 from engine.worth import Worth
 from policies import preemption
-from policies.errors import BadRequest, DeadlineExceeded, EngineError, HostUnavailable, NotFound
+from policies.errors import BadRequest, DeadlineExceeded, EngineError, HostUnavailable, NotFound, OutOfMemory
 from policies.types import ContextState
 
 NOT_FINITE = "the model produced no finite score for this generation"
@@ -176,7 +176,7 @@ class EngineCore(ABC):
                 self._warmed = True
         except (RuntimeError, MemoryError) as error:
             self._give_back()
-            raise HostUnavailable(f"not enough memory to wake: {error}") from error
+            raise OutOfMemory(f"not enough memory to wake: {error}") from error
         except EngineError:
             self._give_back()
             raise

@@ -23,7 +23,7 @@ from engine.protocol import EngineLimits, LoadReport
 from engine.recipe import Recipe
 from engine.scheduler import Chunk
 from engine.tiers import Move, Way
-from policies.errors import EngineError, LoadFailed, NotKnownYet
+from policies.errors import EngineError, LoadFailed, NotKnownYet, OutOfMemory
 
 WARM_SHAPES = 16
 
@@ -55,13 +55,24 @@ class TorchEngine(EngineCore):
         if loaded is None and asleep:
             raise NotKnownYet(f"{self.path.name} has not been loaded here before: its first load needs its memory")
         if loaded is None:
-            loaded = load_model(order)
-            self._hold(loaded)
+            loaded = self._load_first(order)
         self.limits = loaded.limits
         self._governor = ThreadGovernor(loaded.recipe.threads)
         self._rows: Counter[int] = Counter(dict.fromkeys(loaded.recipe.rows, 1))
         self._begin(loaded.report, loaded.tokenizer, loaded.eos_token_ids, loaded.vocabulary)
         return loaded.report
+
+    def _load_first(self, order: Order) -> Loaded:
+        try:
+            loaded = load_model(order)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise OutOfMemory(f"not enough memory to load: {error}") from error
+        except RuntimeError as error:  # how torch says it on the CPU
+            if "can't allocate memory" not in str(error):
+                raise
+            raise OutOfMemory(f"not enough memory to load: {error}") from error
+        self._hold(loaded)
+        return loaded
 
     def _load_known(self, order: Order, known: Recipe, *, asleep: bool) -> Loaded | None:
         """By the recipe; None when that is of no use, and then it is gone: as if it were of another model."""

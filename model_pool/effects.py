@@ -22,10 +22,16 @@ class HostRef:
     model: str
     number: int
     epoch: int
+    process: str = field(default="", compare=False)  # the name of its actor; "": the host's own
 
     @property
     def name(self) -> str:
         return f"host:{self.model}:{self.number}"
+
+    @property
+    def actor(self) -> str:
+        """The name Ray knows it by."""
+        return self.process or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,8 @@ class ModelSpec:
     preload: bool = False  # loaded at start; displaced by others, it comes back when they are idle
     keep_alive_seconds: float = math.inf  # idle for so long, it is put to sleep
     min_resident_seconds: float | None = None  # not put to sleep for another earlier; None: as the pool says
+    background: bool = False  # may be loaded asleep while others keep the memory it will need
+    preparable: bool = False  # a prepared process can become its host
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,9 @@ class HostReport:
     last_used: float = 0.0
     redeemed: tuple[str, ...] = ()  # tickets whose requests have arrived
     keep_alive_seconds: float | None = None  # what its last request asked for; None: nothing
+    measured_bytes: int = 0  # what its process holds now; 0: not measured
+    process_bytes: int | None = None  # what it would keep in deep sleep; None: no less than residual_bytes
+    asleep: bool = False  # LOADING: in the background, to end asleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +127,48 @@ class ModelStatus:
     pinned: bool
     cooldown_until: float  # new requests are rejected until then
     keep_alive_seconds: float | None  # idle for so long, it is put to sleep; None: never
+    actor: str = ""  # the name Ray knows it by
+    load_seconds: float | None = None  # the last time; None: not yet
+    wake_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a request waits for."""
+
+    state: ModelState  # of the model
+    position: int  # among those who wait for it, from 1
+    waiting: int
+    eta_seconds: float | None  # until the model is ready, as long as it took last time; None: nobody knows
 
 
 class Effects(Protocol):
     """What the core can do. The comment names the events that answer."""
 
-    def start_host(self, ref: HostRef, device: str) -> None:
-        """New process → on_warming, on_loaded | on_failed. After on_failed the pool asks for unload in any case."""
+    def start_host(self, ref: HostRef, device: str, asleep: bool) -> None:
+        """New process, or the prepared one that ``ref.process`` names → on_warming, on_loaded | on_failed.
+
+        ``asleep``: without the memory of a ready host → on_loaded with a report of SLEEPING or DEEP_SLEEP.
+        After on_failed the pool asks for unload in any case.
+        """
+
+    def load(self, ref: HostRef) -> None:
+        """From deep sleep; same outcomes as ``start_host``."""
+
+    def prepare(self, ref: HostRef, device: str) -> None:
+        """A process without a model → on_prepared | on_lost."""
 
     def drain(self, ref: HostRef, tickets: tuple[str, ...]) -> None:
         """Finish what it has and these tickets (until they expire), refuse all else → on_drained."""
 
     def sleep(self, ref: HostRef) -> None:
         """Give the memory back, keep the process → on_slept | on_failed."""
+
+    def deep_sleep(self, ref: HostRef) -> None:
+        """Let go of the model, keep the process → on_deep_slept | on_failed."""
+
+    def resize_kv(self, ref: HostRef, full: bool) -> None:
+        """Let its KV pool have all that was promised, or no more than it needs now; not answered."""
 
     def wake(self, ref: HostRef) -> None:
         """→ on_woken | on_wake_failed (rolled back: asleep again) | on_quarantined (it is not what it was)."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -26,8 +26,10 @@ from engine.snapshot import EngineSnapshot
 from model_pool.channels import Channels
 from model_pool.effects import HostRef, HostReport
 from model_pool.states import MODEL_EDGES
-from policies.errors import EngineError, HostUnavailable, LoadFailed, OrchestratorError
+from policies.errors import EngineError, HostUnavailable, LoadFailed, NotKnownYet, OrchestratorError
 from policies.types import ModelState, check_edge
+
+Result = TypeVar("Result")
 
 NAMESPACE = "orchestrator"
 SILENCE_SECONDS = 3.0  # a gateway that has not been heard of for this long is dead
@@ -37,6 +39,7 @@ REDEEMED_KEPT = 512
 
 S = ModelState
 UP = (S.READY, S.DRAINING, S.SLEEPING)
+NO_ENGINE = (S.COLD, S.LOADING, S.FAILED, S.DEEP_SLEEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class HostSpec:
     dtype: str = "float32"
     problem: str = ""  # why the directory could not be prepared: the load fails with it
     device_index: int | None = None  # the CUDA device it may see; None: CPU
+    recipes: str = ""  # directory for what first loads find out; "": every load is a first one
     fake: FakeSettings | None = None  # the fake engine instead of a real one
     ticket_seconds: float = 10.0  # how long an unredeemed ticket holds up draining
 
@@ -83,7 +87,8 @@ class EngineHost:
     def __init__(self, spec: HostSpec) -> None:
         self._spec = spec
         self._state = S.COLD
-        self._engine: Engine = _make_engine(spec)
+        self._engine: Engine | None = None  # from the load on, until deep sleep
+        self._loop: EngineLoop | None = None
         self._loaded: LoadReport | None = None
         self._cause: OrchestratorError | None = None
         self._channels = Channels(SILENCE_SECONDS)
@@ -94,26 +99,52 @@ class EngineHost:
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         self._stats = EngineStats()
         self._residual_bytes = 0
+        self._process_bytes: int | None = None  # with everything imported and no model
+        self._in_background = False
         self._draining: _Draining | None = None
         self._changed = asyncio.Event()
         self._submitting: set[asyncio.Future[OrchestratorError | None]] = set()
         self._unknown: set[tuple[str, int]] = set()  # owned by a gateway, but not the engine's when last looked
-        self._loop = EngineLoop(self._engine, self._from_engine, self._crash)
+        self._reaper: asyncio.Future[None] | None = None
 
     # -- life ---------------------------------------------------------------------
 
-    async def load(self) -> HostPicture | OrchestratorError:
-        """Read the weights and measure, at the lowest OS priority so that neighbours do not feel it."""
+    async def prepare(self) -> int:
+        """Without a model yet: do what every load needs first. Bytes the process holds now."""
+        return await _in_thread(_prepare)
+
+    async def become(self, spec: HostSpec) -> OrchestratorError | None:
+        """A prepared process is the host of a model from now on."""
+        if self._state is not S.COLD or self._engine is not None:
+            return HostUnavailable(f"{self._spec.ref.name} is {self._state}: it has a model already")
+        try:
+            _assert_clean(spec)
+        except EngineError as error:
+            return error
+        self._spec = spec
+        return None
+
+    async def load(self, asleep: bool = False) -> HostPicture | OrchestratorError:
+        """Read the weights and measure, at the lowest OS priority so that neighbours do not feel it.
+
+        Args:
+            asleep: take no memory of a ready host. Ends SLEEPING; or, when this is the first load here and would have
+                to measure, in DEEP_SLEEP with everything imported.
+        """
         self._move(S.LOADING)
+        self._in_background = asleep
         self._asyncio = asyncio.get_running_loop()
-        self._reaper = asyncio.ensure_future(self._watch_gateways())
+        if self._reaper is None:
+            self._reaper = asyncio.ensure_future(self._watch_gateways())
         try:
             if self._spec.problem:
                 raise LoadFailed(self._spec.problem)
-            self._loaded = await _in_thread(self._engine.load)
+            self._loaded = await _in_thread(lambda: self._make_and_load(asleep))
+            if self._loaded is None or asleep:
+                return await self._loaded_asleep()
             self._residual_bytes = self._loaded.residual_bytes
             self._move(S.WARMING)
-            self._loop.start()
+            self._start_loop()
             await self._call(lambda engine: engine.warm())
         except OrchestratorError as error:
             return self._failed(error)
@@ -121,6 +152,30 @@ class EngineHost:
             return self._failed(LoadFailed(f"{type(error).__name__}: {error}"))
         self._move(S.READY)
         return await self.picture()
+
+    def _make_and_load(self, asleep: bool) -> LoadReport | None:
+        """In the load's thread. None: it cannot be loaded asleep, and there is no engine."""
+        engine = _make_engine(self._spec)
+        self._process_bytes = self._measure()
+        try:
+            report = engine.load(asleep=asleep)
+        except NotKnownYet:
+            return None
+        self._engine = engine
+        return report
+
+    async def _loaded_asleep(self) -> HostPicture:
+        self._in_background = False
+        self._residual_bytes = self._measure()
+        if self._loaded is not None:
+            self._start_loop()
+        self._move(S.DEEP_SLEEP if self._loaded is None else S.SLEEPING)
+        return await self.picture()
+
+    def _start_loop(self) -> None:
+        assert self._engine is not None
+        self._loop = EngineLoop(self._engine, self._from_engine, self._crash)
+        self._loop.start()
 
     async def drain(self, tickets: tuple[str, ...]) -> OrchestratorError | None:
         """Take nothing new but these tickets; returns when everything taken is finished."""
@@ -168,6 +223,34 @@ class EngineHost:
             return error
         self._move(S.READY)
         return await self.picture()
+
+    async def deep_sleep(self) -> HostPicture | OrchestratorError:
+        """Let go of the model: what KV is worth it goes to disk, and the process is as before its load."""
+        if self._state is S.DEEP_SLEEP:
+            return await self.picture()
+        if self._state is not S.SLEEPING or self._loop is None:
+            return HostUnavailable(f"{self._spec.ref.name} is {self._state}: no deep sleep from there")
+        await self._call(lambda engine: engine.close())
+        await asyncio.to_thread(self._loop.stop)
+        self._engine = self._loop = self._loaded = None
+        try:
+            _assert_clean(self._spec)
+        except EngineError as error:
+            return error
+        self._stats = EngineStats()
+        self._residual_bytes = self._measure()
+        self._move(S.DEEP_SLEEP)
+        return await self.picture()
+
+    async def resize_kv(self, full: bool) -> OrchestratorError | None:
+        """Let the KV pool have all that was promised, or no more than it needs now."""
+        try:
+            if self._state is S.READY and self._loaded is not None:
+                num_bytes = self._loaded.kv_bytes if full else 0
+                await self._call(lambda engine: engine.resize_kv(num_bytes))
+        except OrchestratorError as error:
+            return error
+        return None
 
     async def check(self) -> OrchestratorError | None:
         """Do the engine's books balance?"""
@@ -243,7 +326,7 @@ class EngineHost:
 
     async def snapshot(self) -> EngineSnapshot | OrchestratorError:
         """Who holds this engine's memory; asleep too. HostUnavailable while there is no engine to ask."""
-        if self._state in (S.COLD, S.LOADING, S.FAILED):
+        if self._state in NO_ENGINE:
             return HostUnavailable(f"{self._spec.ref.name} is {self._state}: there is no engine to ask")
         try:
             snapshot: EngineSnapshot = await self._call(lambda engine: engine.snapshot())
@@ -253,14 +336,14 @@ class EngineHost:
 
     async def kv_sessions(self) -> tuple[str, ...]:
         """Whose KV may be here, or on this node's disk."""
-        if self._state in (S.COLD, S.LOADING, S.FAILED):
+        if self._state in NO_ENGINE:
             return ()
         found: tuple[str, ...] = await self._call(lambda engine: engine.sessions())
         return found
 
     async def forget_sessions(self, sessions: tuple[str, ...]) -> int | OrchestratorError:
         """Drop the KV that only these sessions (``tenant/session``) left; asleep too. How many blocks there were."""
-        if self._state in (S.COLD, S.LOADING, S.FAILED):
+        if self._state in NO_ENGINE:
             return 0
         try:
             dropped: int = await self._call(lambda engine: sum(map(engine.forget_session, sessions)))
@@ -274,10 +357,14 @@ class EngineHost:
             await self._call(lambda engine: engine.close())
 
     def _report(self) -> HostReport:
-        held = self._state in (S.LOADING, S.WARMING, S.READY, S.DRAINING, S.WAKING)
+        awake = self._state in (S.READY, S.DRAINING)
+        held = (awake or self._state in (S.LOADING, S.WARMING, S.WAKING)) and not self._in_background
         return HostReport(
             state=self._state,
             memory_bytes=self._promised() if held else self._residual_bytes,
+            measured_bytes=held_bytes() if awake and self._spec.fake is None else 0,
+            process_bytes=self._process_bytes,
+            asleep=self._in_background,
             residual_bytes=self._residual_bytes,
             in_flight=self._channels.in_flight,
             last_used=self._last_used,
@@ -327,10 +414,13 @@ class EngineHost:
 
     def _failed(self, error: OrchestratorError) -> OrchestratorError:
         self._cause = error
+        self._in_background = False
         self._move(S.FAILED)
         return error
 
     async def _call(self, command: Callable[[Engine], Any]) -> Any:
+        if self._loop is None:
+            raise HostUnavailable(f"{self._spec.ref.name} is {self._state}: there is no engine to ask")
         return await asyncio.wrap_future(self._loop.call(command))
 
     def _from_engine(self, outputs: Sequence[Output]) -> None:
@@ -373,12 +463,27 @@ def _make_engine(spec: HostSpec) -> Engine:
     os.environ["CUDA_VISIBLE_DEVICES"] = "" if spec.device_index is None else str(spec.device_index)
     from engine.torch_engine import TorchEngine  # torch: only here, and only in a host's process
 
-    return TorchEngine(Path(spec.path), spec.memory_bytes, spec.limits, spec.dtype)
+    recipes = Path(spec.recipes) if spec.recipes else None
+    return TorchEngine(Path(spec.path), spec.memory_bytes, spec.limits, spec.dtype, recipes)
 
 
-async def _in_thread(work: Callable[[], LoadReport]) -> LoadReport:
+def _prepare() -> int:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # prepared processes are of the CPU
+    from engine import process
+
+    return process.prepare()
+
+
+def _assert_clean(spec: HostSpec) -> None:
+    if spec.fake is None:
+        from engine import process
+
+        process.assert_clean()
+
+
+async def _in_thread(work: Callable[[], Result]) -> Result:
     """Run ``work`` in a thread of the lowest priority that ends with it: a priority given up is not given back."""
-    future: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
+    future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
 
     def run() -> None:
@@ -397,7 +502,7 @@ async def _in_thread(work: Callable[[], LoadReport]) -> LoadReport:
 def start_host(spec: HostSpec) -> Any:
     """Create the detached, named actor. It requests no resources: the controller's ledger is the only accountant."""
     actor = ray.remote(EngineHost).options(
-        name=spec.ref.name,
+        name=spec.ref.actor,
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=0,
@@ -407,3 +512,8 @@ def start_host(spec: HostSpec) -> Any:
         runtime_env={} if spec.fake else {"env_vars": PROCESS_ENVIRONMENT},  # a process of its own: half a second more
     )
     return actor.remote(spec)
+
+
+def start_prepared(ref: HostRef) -> Any:
+    """The same for a process without a model; it is to ``prepare``, and later to ``become`` the host of one."""
+    return start_host(HostSpec(ref, "", 0, EngineLimits(max_model_len=16)))

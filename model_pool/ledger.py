@@ -17,6 +17,9 @@ class Entry:
     promised_bytes: int
     measured_bytes: int | None = None  # None until measured after the promise
     residual_bytes: int = 0  # what its process was last seen to keep while asleep
+    seen_bytes: int = (
+        0  # what its process held when it was last looked at; 0: never. A ready host's may grow to ``held``
+    )
 
     @property
     def held_bytes(self) -> int:
@@ -66,6 +69,10 @@ class Ledger:
         if residual:
             new = replace(new, promised_bytes=measured_bytes, residual_bytes=measured_bytes)
         self._set(new)
+
+    def saw(self, host: str, seen_bytes: int) -> None:
+        """For people: what the process really holds now."""
+        self._entries[host] = replace(self._entries[host], seen_bytes=seen_bytes)
 
     def release(self, host: str) -> int:
         """Forget a host whose process is gone; the bytes it held (0 if it held none)."""

@@ -15,7 +15,7 @@ from model_pool.effects import (
 )
 from model_pool.ledger import Ledger
 from model_pool.slot import Fleet, PoolSettings, Slot
-from model_pool.states import MODEL_EDGES, ON_THE_WAY
+from model_pool.states import ASLEEP, MODEL_EDGES, ON_THE_WAY
 from model_pool.tickets import Ticket, TicketDesk
 from policies.errors import DoesNotFit, LoadFailed, OrchestratorError
 from policies.types import ModelState, check_edge
@@ -87,24 +87,63 @@ class Lifecycle:
 
     # --- up
 
-    def start(self, slot: Slot, device: str, reason: str, now: float) -> None:
-        """Load or wake. Books first: DoesNotFit and nothing done if the bytes are not there."""
+    def start(self, slot: Slot, device: str, reason: str, now: float, process: str = "") -> None:
+        """Load or wake. Books first: DoesNotFit and nothing done if the bytes are not there.
+
+        ``process``: a prepared one that becomes the host of a COLD model.
+        """
         name = slot.ref.name
         self._ledger.book(name, device, max(slot.need_bytes, self._ledger.held_bytes(name)))
-        slot.asked_at = now
         slot.committed = slot.restore = False
         slot.wanted_since = slot.evicted_for = slot.asked_keep_alive_seconds = None
-        slot.displaced = slot.heard = False
-        slot.in_flight = 0
+        slot.displaced = False
         if slot.state is _S.SLEEPING:
+            self._asked(slot, now)
             self._move(slot, _S.WAKING, reason, now)
             self._effects.wake(slot.ref)
-            return
-        slot.ref = HostRef(slot.name, slot.ref.number, slot.ref.epoch + 1)
+        elif slot.state is _S.DEEP_SLEEP:
+            self._asked(slot, now)
+            self._move(slot, _S.LOADING, reason, now)
+            self._effects.load(slot.ref)
+        else:
+            self._begin_process(slot, device, reason, now, process, asleep=False)
+
+    def stage(self, slot: Slot, device: str, reason: str, now: float, process: str = "") -> None:
+        """Load a COLD model asleep, beside those that hold the memory it will need. Who waits for it waits on."""
+        self._ledger.book(slot.ref.name, device, slot.residual_bytes)
+        self._begin_process(slot, device, reason, now, process, asleep=True)
+
+    def _begin_process(self, slot: Slot, device: str, reason: str, now: float, process: str, *, asleep: bool) -> None:
+        self._asked(slot, now)
+        slot.ref = HostRef(slot.name, slot.ref.number, slot.ref.epoch + 1, process)
         slot.device = device
+        slot.staging = asleep
         slot.drifted = False
+        slot.promised_residual_bytes = None
         self._move(slot, _S.LOADING, reason, now)
-        self._effects.start_host(slot.ref, device)
+        self._effects.start_host(slot.ref, device, asleep)
+
+    @staticmethod
+    def _asked(slot: Slot, now: float) -> None:
+        slot.asked_at = now
+        slot.heard = slot.staging = False
+        slot.in_flight = 0
+
+    def staged(self, slot: Slot, report: HostReport, now: float) -> None:
+        """Loaded asleep, or as far as a first load can be: from here it is started like any other that sleeps."""
+        slot.staging = False
+        slot.load_seconds = now - slot.asked_at
+        slot.process_bytes = report.process_bytes
+        if report.state is _S.SLEEPING:
+            slot.residual_bytes = report.residual_bytes
+        said = f"loaded in the background in {slot.load_seconds:.1f} s, keeps {report.residual_bytes} bytes"
+        try:
+            self._ledger.settle(slot.ref.name, report.residual_bytes, residual=True)
+        except DoesNotFit as error:
+            self._move(slot, report.state, said, now)
+            self.unload(slot, f"asleep it keeps more than there is: {error}", now)
+            return
+        self._move(slot, report.state, said, now)
 
     def warming(self, slot: Slot, now: float) -> None:
         adopted = slot.adopted
@@ -123,10 +162,17 @@ class Lifecycle:
             self.warming(slot, now)
         slot.memory_bytes = measured
         slot.residual_bytes = report.residual_bytes or slot.residual_bytes
+        slot.process_bytes = report.process_bytes
+        if slot.state is _S.WAKING:
+            slot.wake_seconds = now - slot.asked_at
+        else:
+            slot.load_seconds = now - slot.asked_at
+            slot.promised_residual_bytes = report.residual_bytes or None
         slot.in_flight = report.in_flight
         slot.last_used = max(slot.last_used, report.last_used, now)
         slot.ready_since = now
         slot.failures, slot.cooldown_until, slot.cause = 0, 0.0, None
+        self._end_climb(slot)
         reason = f"up after {now - slot.asked_at:.1f} s, holds {measured} bytes"
         self._move(slot, _S.READY, reason, now)
         for other in self._fleet:
@@ -149,8 +195,8 @@ class Lifecycle:
     # --- down
 
     def evict(self, slot: Slot, reason: str, now: float, *, unload: bool, target: str | None = None) -> None:
-        """READY: drain, then sleep or unload. SLEEPING: unload."""
-        if slot.state is _S.SLEEPING:
+        """READY: drain, then sleep or unload. Asleep: unload."""
+        if slot.state in ASLEEP:
             self.unload(slot, reason, now)
             return
         slot.evicted_for = target
@@ -177,21 +223,43 @@ class Lifecycle:
         held = self._ledger.held_bytes(slot.ref.name)
         self.unload(slot, f"quarantined, its {held} bytes go: the next start is a cold load", now)
 
+    def deepen(self, slot: Slot, reason: str, now: float) -> None:
+        """SLEEPING: let go of what it keeps besides its process."""
+        slot.deepening = True
+        slot.asked_at = now
+        self.note(slot, "decision", reason, now)
+        self._effects.deep_sleep(slot.ref)
+
+    def deepened(self, slot: Slot, report: HostReport, now: float) -> None:
+        before = self._ledger.held_bytes(slot.ref.name)
+        slot.process_bytes = report.residual_bytes
+        self._ledger.settle(slot.ref.name, min(before, report.residual_bytes), residual=True)
+        slot.deepening = False
+        freed = before - self._ledger.held_bytes(slot.ref.name)
+        self._move(slot, _S.DEEP_SLEEP, f"freed {freed} bytes, its process keeps {report.residual_bytes}", now)
+
     def slept(self, slot: Slot, report: HostReport, now: float) -> None:
         before = self._ledger.held_bytes(slot.ref.name)
+        allowed = self._settings.drift_bytes + (slot.promised_residual_bytes or 0) * (1 + self._settings.drift_share)
+        if slot.promised_residual_bytes is not None and report.residual_bytes > allowed:
+            said = f"asleep it keeps {report.residual_bytes} bytes, its load promised {slot.promised_residual_bytes}"
+            self.note(slot, "drift", said, now)
+            self.unload(slot, f"recycled: {said}", now)
+            return
         try:
             self._ledger.settle(slot.ref.name, report.residual_bytes, residual=True)
         except DoesNotFit as error:
             self.unload(slot, f"asleep it keeps more than it had: {error}", now)
             return
-        slot.residual_bytes = report.residual_bytes
+        slot.residual_bytes, slot.process_bytes = report.residual_bytes, report.process_bytes
         freed = before - report.residual_bytes
         self._move(slot, _S.SLEEPING, f"freed {freed} bytes, keeps {report.residual_bytes}", now)
 
     def unload(self, slot: Slot, reason: str, now: float) -> None:
         """End the process. Its bytes stay booked until that is confirmed."""
-        slot.committed = False
+        slot.committed = slot.deepening = False
         slot.in_flight = 0
+        self._end_climb(slot)
         self._move(slot, _S.UNLOADING, reason, now)
         self.ask_unload(slot, now)
 
@@ -226,6 +294,34 @@ class Lifecycle:
             held = self._ledger.held_bytes(slot.ref.name)
             self._ledger.settle(slot.ref.name, min(slot.residual_bytes, held), residual=True)
 
+    def try_again(self, slot: Slot, error: object, given: str, now: float) -> None:
+        """Memory was short, and others give theirs back: no cooldown, its waiters wait on."""
+        waking = slot.state is _S.WAKING
+        said = f"{_message(error)}; {given}, then it is tried once more"
+        self._move(slot, _S.SLEEPING if waking else _S.FAILED, said, now)
+        slot.climbed = slot.committed = True
+        slot.staging = False
+        if waking:
+            held = self._ledger.held_bytes(slot.ref.name)
+            self._ledger.settle(slot.ref.name, min(slot.residual_bytes, held), residual=True)
+        else:
+            slot.cooldown_until = now
+            self.ask_unload(slot, now)
+
+    def shrink(self, slot: Slot) -> None:
+        """READY: its KV pool gives back what it does not need now."""
+        slot.shrunk = True
+        self._effects.resize_kv(slot.ref, False)
+
+    def _end_climb(self, slot: Slot) -> None:
+        """It came up, or failed for good: what others gave back for it they may take again."""
+        if slot.climbed:
+            slot.climbed = False
+            for other in self._fleet:
+                if other.shrunk:
+                    other.shrunk = False
+                    self._effects.resize_kv(other.ref, True)
+
     def cool(self, slot: Slot, said: str, now: float) -> None:
         """Start a cooldown with one cached cause; reject the waiters with it; let the victims come back."""
         settings = self._settings
@@ -233,8 +329,9 @@ class Lifecycle:
         seconds = min(settings.cooldown_cap_seconds, settings.cooldown_seconds * 2.0 ** min(slot.failures - 1, 60))
         slot.cooldown_until = now + seconds
         slot.cause = LoadFailed(f"{said} (failure {slot.failures}, next try in {seconds:.1f} s)")
-        slot.committed = False
+        slot.committed = slot.staging = False
         slot.wanted_since = None
+        self._end_climb(slot)
         if not self._fleet.up(slot.name):  # else another host of the model serves them
             self.reject_all(slot, self.cached_cause(slot, now), now)
         for other in self._fleet:
@@ -273,6 +370,7 @@ class Lifecycle:
         settings = self._settings
         slot.losses = [at for at in slot.losses if now - at < settings.losses_window_seconds] + [now]
         slot.in_flight = 0
+        slot.deepening = False
         count = f"{len(slot.losses)} losses in {settings.losses_window_seconds:.0f} s"
         self._move(slot, _S.LOST, f"process died: {_message(cause)}; freed {freed} bytes; {count}", now)
         if len(slot.losses) >= settings.losses_limit:
@@ -305,8 +403,13 @@ class Lifecycle:
         slot.sleep_asked = slot.unload_after = False
         slot.residual_bytes = report.residual_bytes or slot.residual_bytes
         measured = report.memory_bytes or slot.spec.memory_bytes
-        held = {_S.SLEEPING: report.residual_bytes, _S.READY: measured, _S.DRAINING: measured}
+        held = {_S.READY: measured, _S.DRAINING: measured}
+        held |= dict.fromkeys(ASLEEP, report.residual_bytes)
         state = report.state
+        slot.staging = state is _S.LOADING and report.asleep
+        slot.process_bytes = report.process_bytes
+        if slot.staging:
+            held[state] = slot.residual_bytes
         try:
             self._ledger.book(ref.name, device, held.get(state, max(measured, slot.spec.memory_bytes)))
             reason = f"found {state} with {self._ledger.held_bytes(ref.name)} bytes on {device}"

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from model_pool.effects import Effects, HostRef, HostReport, ModelSpec, ModelStatus, RoutingTable
+from model_pool import prepared
+from model_pool.effects import Effects, HostRef, HostReport, ModelSpec, ModelStatus, RoutingTable, Wait
 from model_pool.idling import Idling
+from model_pool.ladder import Ladder
 from model_pool.ledger import DeviceBooks, Ledger
 from model_pool.lifecycle import Lifecycle
+from model_pool.planning import Planner
+from model_pool.prepared import Prepared
 from model_pool.slot import Fleet, PoolSettings, Slot
-from model_pool.states import NEAREST_FIRST, ON_THE_WAY, STARTABLE
+from model_pool.states import ASLEEP, NEAREST_FIRST, ON_THE_WAY, STARTABLE
 from model_pool.tickets import Ticket, TicketDesk
 from model_pool.views import Views
 from policies.errors import (
-    CapacityPinned,
     ConfigError,
     DoesNotFit,
     ModelDoesNotFit,
@@ -26,9 +29,10 @@ from policies.errors import (
     ModelNotFound,
     OrchestratorError,
     QueueFull,
+    SwapBudgetExceeded,
 )
-from policies.residency import Action, ActionKind, Plan, ResidencyPolicy
-from policies.types import DemandView, ModelState, Tier
+from policies.residency import Plan, ResidencyPolicy
+from policies.types import ModelState, Tier
 
 _S = ModelState
 
@@ -55,14 +59,18 @@ class Pool:
             raise ConfigError("the pool has 0 devices: give at least one with a budget in bytes")
         self._settings = settings or PoolSettings()
         self._devices = dict(devices)
-        self._policy = policy
         self._effects = effects
         self._fleet = Fleet(specs, self._settings.first_epoch)
         self._strangers: set[HostRef] = set()
         self._ledger = Ledger(devices)
         self._desk = TicketDesk(self._fleet.models, self._settings.aging_seconds)
         self._life = Lifecycle(self._fleet, self._ledger, self._desk, effects, self._settings)
-        self._views = Views(self._fleet, self._ledger, self._desk, self._settings)
+        self._prepared = Prepared(self._fleet, self._ledger, effects, self._settings)
+        self._views = Views(self._fleet, self._ledger, self._desk, self._prepared, self._settings)
+        self._ladder = Ladder(self._fleet, self._views, self._life, self._prepared)
+        self._planner = Planner(
+            self._fleet, self._ledger, self._views, self._life, self._prepared, policy, self._settings
+        )
         self._idling = Idling(self._fleet, self._ledger, self._views, self._life, self._settings)
 
     # --- requests
@@ -80,14 +88,18 @@ class Pool:
         ticket = Ticket(ticket_id, model, arrival, deadline, tier)
         refusal = self._refusal(slots, now)
         ready = [slot for slot in slots if slot.state is _S.READY]
-        if refusal is not None:
+        late = None if ready or refusal else self._too_late(slots, deadline, now)
+        if late is not None:
+            self._life.reject(slots[0], ticket_id, late, now)
+            self._want(slots, now)
+        elif refusal is not None:
             self._life.reject(slots[0], ticket_id, refusal, now)
         elif ready:
             self._life.place(min(ready, key=lambda slot: self._views.in_flight(slot, now)), ticket, now)
         else:
             self._desk.add(ticket)
             if any(slot.state in STARTABLE for slot in slots):
-                self._replan(now)
+                self._planner.replan(now)
 
     def on_abandoned(self, ticket_id: str, now: float) -> None:
         """The caller gave up. No answer; a load it caused goes on."""
@@ -108,30 +120,40 @@ class Pool:
             self._life.warming(slot, now)
 
     def on_loaded(self, ref: HostRef, report: HostReport, now: float) -> None:
+        """A load came to its end: ready, or asleep where that was asked for."""
         if slot := self._expect(ref, "loaded", now, _S.LOADING, _S.WARMING):
-            self._life.ready(slot, report, now)
-            self._replan(now)
+            if report.state in ASLEEP:
+                self._life.staged(slot, report, now)
+            else:
+                self._life.ready(slot, report, now)
+            self._planner.replan(now)
 
     def on_failed(self, ref: HostRef, error: object, now: float) -> None:
         """A load, a sleep or a wake (without rollback) failed. ``error``: an exception or a text."""
-        slot = self._expect(ref, f"failed: {error}", now, _S.LOADING, _S.WARMING, _S.DRAINING, _S.WAKING)
+        slot = self._expect(ref, f"failed: {error}", now, _S.LOADING, _S.WARMING, _S.DRAINING, _S.WAKING, _S.SLEEPING)
         if slot is None:
             return
-        if slot.state is _S.DRAINING:
+        if slot.state is _S.SLEEPING:
+            if slot.deepening:
+                self._life.unload(slot, f"no deep sleep after {now - slot.asked_at:.1f} s: {error}", now)
+        elif slot.state is not _S.DRAINING and self._ladder.climb(slot, error, now):
+            pass
+        elif slot.state is _S.DRAINING:
             self._desk.forget_host(ref)
             self._life.unload(slot, f"sleeping failed after {now - slot.since:.1f} s: {error}", now)
         else:
             self._life.fail(slot, error, now, gone=True)
-        self._replan(now)
+        self._planner.replan(now)
 
     def on_lost(self, ref: HostRef, cause: object, now: float) -> None:
         """The process died. Known losses and old epochs change nothing."""
-        if ref in self._strangers:
+        if ref in self._strangers or ref.model == prepared.MODEL:
             self.on_unloaded(ref, now)
+            return
         living = set(_S) - {_S.COLD, _S.LOST}
         if slot := self._expect(ref, f"lost: {cause}", now, *living):
             self._life.lose(slot, cause, now)
-            self._replan(now)
+            self._planner.replan(now)
 
     def on_drained(self, ref: HostRef, now: float) -> None:
         slot = self._expect(ref, "drained", now, _S.DRAINING)
@@ -142,33 +164,46 @@ class Pool:
         slot = self._expect(ref, "slept", now, _S.DRAINING)
         if slot is not None and slot.sleep_asked:
             self._life.slept(slot, report, now)
-            self._replan(now)
+            self._planner.replan(now)
+
+    def on_deep_slept(self, ref: HostRef, report: HostReport, now: float) -> None:
+        slot = self._expect(ref, "deep asleep", now, _S.SLEEPING)
+        if slot is not None and slot.deepening:
+            self._life.deepened(slot, report, now)
+            self._planner.replan(now)
+
+    def on_prepared(self, ref: HostRef, measured_bytes: int, now: float) -> None:
+        """A prepared process waits for a model."""
+        self._prepared.ready(ref, measured_bytes)
 
     def on_woken(self, ref: HostRef, report: HostReport, now: float) -> None:
         if slot := self._expect(ref, "woken", now, _S.WAKING):
             self._life.ready(slot, report, now)
-            self._replan(now)
+            self._planner.replan(now)
 
     def on_wake_failed(self, ref: HostRef, error: object, now: float) -> None:
         """Rolled back: it is asleep again."""
         if slot := self._expect(ref, f"wake failed: {error}", now, _S.WAKING):
-            self._life.fail(slot, error, now)
-            self._replan(now)
+            if not self._ladder.climb(slot, error, now):
+                self._life.fail(slot, error, now)
+            self._planner.replan(now)
 
     def on_quarantined(self, ref: HostRef, error: object, now: float) -> None:
         """It woke up as something else; the process answers nobody and ends."""
         if slot := self._expect(ref, f"quarantined: {error}", now, _S.WAKING):
             self._life.quarantine(slot, error, now)
-            self._replan(now)
+            self._planner.replan(now)
 
     def on_unloaded(self, ref: HostRef, now: float) -> None:
-        if ref in self._strangers:
+        if self._prepared.gone(ref, now):
+            self._planner.replan(now)
+        elif ref in self._strangers:
             self._strangers.discard(ref)
             self._ledger.release(ref.name)
-            self._replan(now)
+            self._planner.replan(now)
         elif slot := self._expect(ref, "unloaded", now, _S.UNLOADING, _S.FAILED):
             self._life.unloaded(slot, now)
-            self._replan(now)
+            self._planner.replan(now)
 
     def on_report(self, ref: HostRef, report: HostReport, now: float) -> None:
         """A host's periodic word about itself. For an adopted host on its way it is also the outcome."""
@@ -186,6 +221,8 @@ class Pool:
                 self._measure(slot, report, now)
         elif slot.state is _S.DRAINING:
             slot.in_flight = report.in_flight
+        elif slot.state is _S.SLEEPING and report.state is _S.DEEP_SLEEP:  # a controller before us had asked
+            self._life.deepened(slot, report, now)
         elif slot.adopted and slot.state in ON_THE_WAY:
             self._outcome_of_adopted(slot, report, now)
 
@@ -197,7 +234,7 @@ class Pool:
             self._life.adopt(slot, ref, report, device, now)
         elif slot is None or slot.ref != ref:
             self._end_stranger(ref, report, device)
-        self._replan(now)
+        self._planner.replan(now)
 
     # --- time
 
@@ -214,7 +251,8 @@ class Pool:
                 )
                 slot.restore = True
         self._idling.tick(now)
-        self._replan(now)
+        wanted = self._planner.replan(now)
+        self._prepared.refill(now, idle=not wanted)
         retry = self._settings.retry_after_seconds
         for ticket in self._desk.overdue(now):
             slot = self._fleet.of(ticket.model)[0]
@@ -228,8 +266,8 @@ class Pool:
         return self._put_down(model, now, (_S.READY,), "sleep")
 
     def ask_unload(self, model: str, now: float) -> ModelState:
-        """End the process of a READY or SLEEPING model. The state it is in then."""
-        return self._put_down(model, now, (_S.READY, _S.SLEEPING), "unload")
+        """End the process of a model that is READY or asleep. The state it is in then."""
+        return self._put_down(model, now, (_S.READY, *ASLEEP), "unload")
 
     def ask_load(self, model: str, now: float) -> ModelState:
         """Make a model READY without a request; cuts a cooldown short. The state it is in then."""
@@ -238,9 +276,7 @@ class Pool:
             slot.cooldown_until = min(slot.cooldown_until, now)
             self._life.thaw(slot, now)
         if not self._fleet.up(model):
-            for slot in slots:
-                slot.wanted_since = now if slot.wanted_since is None else slot.wanted_since
-            self._replan(now)
+            self._want(slots, now)
         return self._best_state(slots)
 
     def ask_pin(self, model: str, pinned: bool, now: float) -> ModelState:
@@ -250,7 +286,7 @@ class Pool:
             if slot.pinned != pinned:
                 slot.pinned = pinned
                 self._life.note(slot, "decision", f"{'pinned' if pinned else 'unpinned'} by admin", now)
-        self._replan(now)
+        self._planner.replan(now)
         return self._best_state(slots)
 
     # --- reads
@@ -266,85 +302,21 @@ class Pool:
 
     def dry_run(self, model: str, now: float) -> Plan:
         """What would be done if a request for this model came now, and it is not up. Nothing is done."""
-        slots = self._named(model)
-        slot = min(slots, key=lambda s: NEAREST_FIRST.index(s.state))
-        device = self._views.device_for(slot, {})
-        demand = DemandView(model, slot.need_bytes, now, Tier.STANDARD, 1, host=slot.ref.name)
-        return self._policy.plan(self._views.pool(device, [demand], now))
+        return self._planner.dry_run(self._named(model), now)
 
-    # --- planning
+    def wait(self, model: str, ticket_id: str, now: float) -> Wait:
+        """What a request that waits for this model may be told."""
+        self._named(model)
+        return self._views.wait(model, ticket_id, now)
 
-    def _replan(self, now: float) -> None:
-        """Ask the policy for each device and do what it says."""
-        for device, demand in self._views.demand(now).items():
-            plan = self._policy.plan(self._views.pool(device, demand, now))
-            hosts = {wanted.model: wanted.host for wanted in demand}
-            for action in plan.actions:
-                slot = self._fleet.at(hosts[action.model])
-                assert slot is not None
-                self._do(action, slot, device, now)
-            # Nobody may be kept waiting by a model that only comes back because a load failed, or by a second host.
-            if all(action.kind in (ActionKind.START, ActionKind.REFUSE) for action in plan.actions):
-                self._restore(device, now)
-                self._spread(device, now)
-
-    def _do(self, action: Action, slot: Slot, device: str, now: float) -> None:
-        if action.kind is ActionKind.START:
-            self._life.start(slot, device, action.reason, now)
-        elif action.kind is ActionKind.WAIT:
-            self._life.decide(slot, action.reason, now)
-        elif action.kind is ActionKind.REFUSE:
-            self._refuse(slot, action.reason, now)
-        else:
-            slot.committed, slot.device = True, device
-            victim = self._fleet.at(action.host or "")
-            assert victim is not None
-            unload = action.kind is ActionKind.UNLOAD
-            self._life.evict(victim, action.reason, now, unload=unload, target=slot.name)
-
-    def _refuse(self, slot: Slot, reason: str, now: float) -> None:
-        elsewhere = self._views.elsewhere(slot)
-        slot.committed = False
-        if elsewhere is not None:  # the next planning sends a cold model there
-            if slot.state is _S.SLEEPING:
-                self._life.unload(slot, f"{reason}; moves to {elsewhere}", now)
-            return
-        slot.wanted_since = None
-        self._life.decide(slot, reason, now)
-        retry = self._settings.retry_after_seconds
-        self._life.reject_all(slot, CapacityPinned(reason, retry_after_seconds=retry), now)
-
-    def _restore(self, device: str, now: float) -> None:
-        """Bring back what was evicted for a model that then failed, as far as it fits."""
-        for slot in self._fleet:
-            if not (slot.restore and slot.device == device and slot.state in STARTABLE) or slot.cooling(now):
-                continue
-            extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
-            free = self._ledger.free_bytes(device)
-            if extra <= free:
-                reason = f"restored: needs {extra} more bytes, {free} free on {device}"
-                self._life.start(slot, device, reason, now)
-
-    def _spread(self, device: str, now: float) -> None:
-        """Start further hosts of models that are up, as far as bytes are to spare: they evict nobody."""
-        for slot in self._fleet:
-            if slot.ref.number == 0 or slot.state not in STARTABLE or slot.cooling(now):
-                continue
-            siblings = self._fleet.of(slot.name)
-            if not any(s.state is _S.READY for s in siblings) or self._views.device_for(slot, {}) != device:
-                continue
-            extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
-            free = self._ledger.free_bytes(device)
-            if extra <= free:
-                reason = f"host {slot.ref.number + 1} of {len(siblings)}: needs {extra} more bytes, {free} free"
-                self._life.start(slot, device, reason, now)
+    # --- helpers
 
     def _refusal(self, slots: Sequence[Slot], now: float) -> OrchestratorError | None:
         """Why a new request cannot even wait."""
         slot = slots[0]
         if self._fleet.up(slot.name):
             return self._queue_full(slot) if all(s.state is not _S.READY for s in slots) else None
-        if all(s.cooling(now) or s.state is _S.FAILED for s in slots):
+        if all(s.cooling(now) or (s.state is _S.FAILED and not s.climbed) for s in slots):
             return self._life.cached_cause(slot, now)
         largest = max(self._devices.values())
         if slot.need_bytes > largest:
@@ -354,6 +326,24 @@ class Pool:
             )
         return self._queue_full(slot)
 
+    def _too_late(self, slots: Sequence[Slot], deadline: float, now: float) -> SwapBudgetExceeded | None:
+        """A request whose patience is shorter than the model took to come up the last time."""
+        known = [eta for slot in slots if (eta := self._views.eta_seconds(slot, now)) is not None]
+        left = deadline - now
+        if not known or min(known) <= left:
+            return None
+        eta = min(known)
+        state = self._best_state(slots)
+        said = f"{slots[0].name} is {state}: {eta:.1f} s until it is ready, as the last time; {left:.1f} s are left"
+        return SwapBudgetExceeded(f"{said}. It is being made ready", retry_after_seconds=max(eta, 0.1))
+
+    def _want(self, slots: Sequence[Slot], now: float) -> None:
+        """Bring a model up though nobody waits for it."""
+        if not self._fleet.up(slots[0].name):
+            for slot in slots:
+                slot.wanted_since = now if slot.wanted_since is None else slot.wanted_since
+            self._planner.replan(now)
+
     def _queue_full(self, slot: Slot) -> QueueFull | None:
         waiting = self._desk.waiting(slot.name)
         if waiting >= slot.spec.max_waiting:
@@ -361,8 +351,6 @@ class Pool:
             said = f"{waiting} requests wait for {slot.name} ({slot.state}), the limit is {slot.spec.max_waiting}"
             return QueueFull(said, retry_after_seconds=retry)
         return None
-
-    # --- helpers
 
     def _put_down(self, model: str, now: float, states: tuple[ModelState, ...], verb: str) -> ModelState:
         """Evict every host of a model that is in one of these states, and forget why it should come back."""
@@ -372,7 +360,7 @@ class Pool:
             if slot.state in states:
                 reason = f"{verb} asked by admin, {slot.in_flight} in flight"
                 self._life.evict(slot, reason, now, unload=verb == "unload")
-        self._replan(now)
+        self._planner.replan(now)
         for slot in slots:
             slot.evicted_for = None
         return self._best_state(slots)
@@ -407,23 +395,33 @@ class Pool:
         return None
 
     def _measure(self, slot: Slot, report: HostReport, now: float) -> None:
+        """Book what it may come to hold; what it holds beyond that has drifted."""
         try:
             self._ledger.settle(slot.ref.name, report.memory_bytes)
         except DoesNotFit as error:
-            if not slot.drifted:
-                self._life.note(slot, "drift", f"{error}; restarted when idle", now)
-            slot.drifted = True
+            self._drifted(slot, error.message, now)
             return
         slot.memory_bytes = report.memory_bytes
+        self._ledger.saw(slot.ref.name, report.measured_bytes)
+        settings = self._settings
+        if report.measured_bytes > report.memory_bytes * (1 + settings.drift_share) + settings.drift_bytes:
+            self._drifted(slot, f"holds {report.measured_bytes} bytes, promised {report.memory_bytes}", now)
+
+    def _drifted(self, slot: Slot, said: str, now: float) -> None:
+        if not slot.drifted:
+            slot.drifted = True
+            self._life.note(slot, "drift", f"{said}; restarted when idle", now)
 
     def _outcome_of_adopted(self, slot: Slot, report: HostReport, now: float) -> None:
         if report.state is _S.READY:
             self._life.ready(slot, report, now)
+        elif slot.staging and report.state in ASLEEP:
+            self._life.staged(slot, report, now)
         elif report.state is _S.FAILED or (slot.state is _S.WAKING and report.state is _S.SLEEPING):
             self._life.fail(slot, f"found {report.state} after a restart", now)
         elif slot.state is _S.LOADING and report.state is _S.WARMING:
             self._life.warming(slot, now)
-        self._replan(now)
+        self._planner.replan(now)
 
     def _check_stuck(self, slot: Slot, now: float) -> None:
         """A step that was asked for and never answered."""
@@ -436,7 +434,7 @@ class Pool:
                 self._life.fail(slot, f"no answer, limit {limit} s{why}", now, gone=True)
         elif waited < self._settings.answer_timeout_seconds:
             return
-        elif slot.state is _S.DRAINING and slot.sleep_asked:
+        elif slot.deepening or (slot.state is _S.DRAINING and slot.sleep_asked):
             self._life.unload(slot, f"sleep not answered in {waited:.1f} s", now)
         elif slot.state is _S.UNLOADING or (slot.state is _S.FAILED and self._ledger.has(slot.ref.name)):
             self._life.note(slot, "decision", f"unload not answered in {waited:.1f} s: asked again", now)

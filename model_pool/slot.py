@@ -27,6 +27,10 @@ class PoolSettings:
     retry_after_seconds: float = 2.0  # told to clients when nothing better is known
     first_epoch: int = 0  # epochs start above it; a restarted controller must not use one twice
     answer_timeout_seconds: float = 60.0  # sleep: then unload instead; unload: then ask again
+    prepared_hosts: int = 0  # on each device: processes that wait for a model
+    prepared_bytes: int = 320 * 2**20  # that one is promised
+    drift_bytes: int = 64 * 2**20  # a host may hold more than it was promised by so much, and a share
+    drift_share: float = 0.05
 
 
 @dataclass(slots=True)
@@ -42,6 +46,8 @@ class Slot:
 
     memory_bytes: int | None = None  # measured when it was last ready
     residual_bytes: int = 0
+    process_bytes: int | None = None  # what it would keep in deep sleep
+    promised_residual_bytes: int | None = None  # by the load of this process
     in_flight: int = 0  # last report + tickets redeemed since
     last_used: float = 0.0
     ready_since: float = 0.0
@@ -60,6 +66,13 @@ class Slot:
     displaced: bool = False  # a default model that made room for another; the admin did not put it down
     asked_keep_alive_seconds: float | None = None  # by its last request
     last_decision: str = ""  # said already
+    staging: bool = False  # LOADING: in the background, to end asleep
+    deepening: bool = False  # SLEEPING: on its way to deep sleep
+    climbed: bool = False  # memory was short, others gave theirs back: this is its last try
+    shrunk: bool = False  # its KV pool gave memory back for another's last try
+
+    load_seconds: float | None = None  # from asked to ready, the last time
+    wake_seconds: float | None = None
 
     cause: LoadFailed | None = None
     failures: int = 0  # failed loads and wakes in a row

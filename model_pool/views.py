@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from model_pool.effects import ModelStatus
+from model_pool.effects import ModelStatus, Wait
 from model_pool.ledger import Ledger
+from model_pool.prepared import Prepared
 from model_pool.slot import Fleet, PoolSettings, Slot
-from model_pool.states import STARTABLE
+from model_pool.states import ASLEEP, NEAREST_FIRST, STARTABLE
 from model_pool.tickets import TicketDesk
 from policies.ordering import tier_then_arrival
 from policies.types import DemandView, HostView, ModelState, PoolView, Tier
@@ -17,8 +18,11 @@ from policies.types import DemandView, HostView, ModelState, PoolView, Tier
 class Views:
     """Reads slots, ledger and tickets; changes nothing."""
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, desk: TicketDesk, settings: PoolSettings) -> None:
+    def __init__(
+        self, fleet: Fleet, ledger: Ledger, desk: TicketDesk, prepared: Prepared, settings: PoolSettings
+    ) -> None:
         self._fleet = fleet
+        self._prepared = prepared
         self._ledger = ledger
         self._desk = desk
         self._devices = ledger.devices
@@ -39,7 +43,7 @@ class Views:
             now=now,
             device=device,
             budget_bytes=budget,
-            booked_bytes=budget - self._ledger.free_bytes(device),
+            booked_bytes=budget - self._ledger.free_bytes(device) - self._prepared.bytes_on(device),
             hosts=tuple(hosts),
             demand=tuple(demand),
             min_resident_seconds=self._settings.min_resident_seconds,
@@ -58,6 +62,11 @@ class Views:
             claimed_bytes[device] += demand.need_bytes - self._ledger.held_bytes(demand.host)
             by_device[device].append(demand)
         return by_device
+
+    def demand_for(self, slot: Slot, now: float) -> DemandView:
+        """As if one request for it came now."""
+        start = self._start_bytes(slot)
+        return DemandView(slot.name, slot.need_bytes, now, Tier.STANDARD, 1, host=slot.ref.name, start_bytes=start)
 
     def reachable_bytes(self, slot: Slot, device: str) -> int:
         """What this model could ever have on a device while the pinned models stay."""
@@ -90,6 +99,9 @@ class Views:
             pinned=slot.pinned,
             cooldown_until=slot.cooldown_until,
             keep_alive_seconds=None if math.isinf(slot.keep_alive_seconds) else slot.keep_alive_seconds,
+            actor=slot.ref.actor,
+            load_seconds=slot.load_seconds,
+            wake_seconds=slot.wake_seconds,
         )
 
     def waiting_for(self, slot: Slot, now: float) -> str:
@@ -99,6 +111,28 @@ class Views:
             f"{slot.name} is {slot.state} for {now - slot.since:.1f} s: needs {slot.need_bytes} bytes, {free}, "
             f"{self._desk.waiting(slot.name)} waiting; {slot.last_decision or 'it goes on without this request'}"
         )
+
+    def wait(self, model: str, ticket_id: str, now: float) -> Wait:
+        """What a waiting request may be told."""
+        slot = min(self._fleet.of(model), key=lambda s: NEAREST_FIRST.index(s.state))
+        queue = [ticket.ticket_id for ticket in self._desk.queue(model, now)]
+        position = queue.index(ticket_id) + 1 if ticket_id in queue else len(queue)
+        return Wait(slot.state, position, len(queue), self.eta_seconds(slot, now))
+
+    def eta_seconds(self, slot: Slot, now: float) -> float | None:
+        """How long until it could be ready, if all takes as long as the last time and room is there at once."""
+        match slot.state:
+            case ModelState.COLD | ModelState.DEEP_SLEEP:
+                return slot.load_seconds
+            case ModelState.SLEEPING:
+                return slot.wake_seconds
+            case ModelState.LOADING | ModelState.WARMING:
+                known = slot.load_seconds
+            case ModelState.WAKING:
+                known = slot.wake_seconds
+            case _:
+                return None
+        return None if known is None else max(0.0, known - (now - slot.asked_at))
 
     def _rank(self, demand: DemandView, now: float) -> tuple[int, float]:
         return tier_then_arrival(demand.best_tier, demand.oldest_arrival, now, self._settings.aging_seconds)
@@ -129,12 +163,25 @@ class Views:
             waiting=len(queue),
             committed=slot.committed,
             host=slot.ref.name,
+            start_bytes=self._start_bytes(slot),
         )
+
+    @staticmethod
+    def _start_bytes(slot: Slot) -> int | None:
+        """For a background load; None where there is no use in one, or the last try found no memory."""
+        able = slot.spec.background and slot.state is ModelState.COLD and not slot.climbed
+        return slot.residual_bytes if able else None
 
     def _next_host(self, model: str, now: float) -> Slot | None:
         """The host to start for a model: the one room is being made for, else one asleep, else a cold one."""
-        able = [slot for slot in self._fleet.of(model) if slot.state in STARTABLE and not slot.cooling(now)]
+        slots = (slot for slot in self._fleet.of(model) if slot.state in STARTABLE and not slot.cooling(now))
+        able = [slot for slot in slots if not slot.deepening and not self._awaits_others(slot)]
         return min(able, key=lambda s: (not s.committed, s.state is ModelState.COLD, s.ref.number), default=None)
+
+    def _awaits_others(self, slot: Slot) -> bool:
+        """The books have room for it, the device had not: those who give back for it must have done so."""
+        giving = (ModelState.DRAINING, ModelState.UNLOADING)
+        return slot.climbed and any(o.device == slot.device and o.state in giving for o in self._fleet)
 
     def device_for(self, slot: Slot, claimed_bytes: Mapping[str, int]) -> str:
         """A living or committed host stays where it is; others go where there is room, or could be."""
@@ -151,7 +198,10 @@ class Views:
         held = self._ledger.held_bytes(slot.ref.name)
         kept = min(slot.residual_bytes, held)
         state = slot.state
-        if state is ModelState.SLEEPING:
+        if slot.deepening:
+            state = ModelState.DRAINING
+            kept = min(held if slot.process_bytes is None else slot.process_bytes, held)
+        elif state in ASLEEP or slot.staging:
             kept = held
         elif state in (ModelState.UNLOADING, ModelState.FAILED) or self._goes_whole(slot):
             kept = 0
@@ -169,4 +219,5 @@ class Views:
             waiting=self._desk.waiting(slot.name),
             tier=slot.tier,
             min_resident_seconds=slot.spec.min_resident_seconds,
+            process_bytes=slot.process_bytes,
         )

@@ -167,6 +167,8 @@ class PoolConfig(Section):
     min_resident_seconds: float = Field(1.0, ge=0, description="a ready model is not evicted earlier")
     reclaim_after_seconds: float = Field(60.0, ge=0, description="others idle for so long: a displaced preload returns")
     ticket_seconds: float = Field(10.0, gt=0, description="a placed request must arrive at its host within")
+    background_load: bool = Field(True, description="a cold model loads asleep beside those whose place it will take")
+    prepared_hosts: int = Field(1, ge=0, description="on each device: empty processes that make cold loads shorter")
     cooldown_seconds: float = Field(10.0, ge=0, description="after a failed load; doubles up to 16 times this")
 
 

@@ -19,8 +19,9 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from engine.disk import DiskStore
-from model_pool.effects import HostRef, ModelSpec, ModelStatus, Placement, PoolEvent, RoutingTable
-from model_pool.host import NAMESPACE, HostPicture, HostSpec, start_host
+from model_pool import prepared
+from model_pool.effects import HostRef, ModelSpec, ModelStatus, Placement, PoolEvent, RoutingTable, Wait
+from model_pool.host import NAMESPACE, HostPicture, HostSpec, start_host, start_prepared
 from model_pool.ledger import DeviceBooks
 from model_pool.pool import Pool
 from model_pool.slot import PoolSettings
@@ -103,7 +104,7 @@ class Controller:
         self._metrics = ControllerMetrics()
         self._name = f"controller-{os.getpid()}"
         self._ending: dict[HostRef, tuple[Any, HostPicture | None]] = {}  # killed, and not seen gone yet
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._pool = Pool(
             plan.models,
             {name: budget for name, budget, _ in plan.devices},
@@ -139,6 +140,13 @@ class Controller:
             return ModelLoading(f"model {model} was not ready before the deadline", retry_after_seconds=2.0)
         finally:
             self._answers.pop(ticket, None)
+
+    async def waits(self, model: str, ticket: str) -> Wait | OrchestratorError:
+        """What a request that waits may be told."""
+        try:
+            return self._pool.wait(model, ticket, time.time())
+        except OrchestratorError as error:
+            return error
 
     async def abandon(self, ticket: str) -> None:
         self._answers.pop(ticket, None)
@@ -221,14 +229,26 @@ class Controller:
 
     # -- Effects: fire-and-forget ------------------------------------------------------
 
-    def start_host(self, ref: HostRef, device: str) -> None:
-        self._spawn(self._load(ref, device))
+    def start_host(self, ref: HostRef, device: str, asleep: bool) -> None:
+        self._spawn(self._start(ref, device, asleep))
+
+    def load(self, ref: HostRef) -> None:
+        self._spawn(self._load(ref, time.time(), asleep=False))
+
+    def prepare(self, ref: HostRef, device: str) -> None:
+        self._spawn(self._prepare(ref))
 
     def drain(self, ref: HostRef, tickets: tuple[str, ...]) -> None:
         self._spawn(self._drain(ref, tickets))
 
     def sleep(self, ref: HostRef) -> None:
         self._spawn(self._sleep(ref))
+
+    def deep_sleep(self, ref: HostRef) -> None:
+        self._spawn(self._deep_sleep(ref))
+
+    def resize_kv(self, ref: HostRef, full: bool) -> None:
+        self._spawn(self._ask_host(ref, "resize_kv", full))
 
     def wake(self, ref: HostRef) -> None:
         self._spawn(self._wake(ref))
@@ -255,24 +275,58 @@ class Controller:
 
     # -- effects, the slow part --------------------------------------------------------
 
-    async def _load(self, ref: HostRef, device: str) -> None:
+    async def _start(self, ref: HostRef, device: str, asleep: bool) -> None:
+        """A new process, or the prepared one that the ref names, becomes the host."""
         begin = time.time()
         index = next(cuda for name, _, cuda in self._plan.devices if name == device)
         spec = replace(self._hosts_by_model[ref.model], ref=ref, device_index=index)
+        refused = None
         try:
-            actor = start_host(spec)
-            self._actors[ref] = actor
-            self._spawn(self._watch(ref, actor))
-            answer = await actor.load.remote()
-        except (RayError, ValueError) as error:  # ValueError: the actor's name is still taken
+            if ref.process:
+                former = next(other for other in self._actors if other.name == ref.process)
+                actor = self._actors[ref] = self._actors.pop(former)
+                self._pictures.pop(former, None)
+                refused = await actor.become.remote(spec)
+            else:
+                actor = self._actors[ref] = start_host(spec)
+        except (RayError, ValueError, StopIteration) as error:  # ValueError: the actor's name is still taken
+            refused = LoadFailed(f"its process ended: {_said(error)}")
+        if refused is not None:
+            self._pool.on_failed(ref, refused, time.time())
+            return
+        self._spawn(self._watch(ref, actor))
+        await self._load(ref, begin, asleep=asleep)
+
+    async def _load(self, ref: HostRef, begin: float, *, asleep: bool) -> None:
+        try:
+            answer = await self._actors[ref].load.remote(asleep)
+        except (RayError, KeyError) as error:
             self._pool.on_failed(ref, LoadFailed(f"its process ended: {_said(error)}"), time.time())
             return
         if isinstance(answer, OrchestratorError):
             self._pool.on_failed(ref, answer, time.time())
             return
-        self._count(ref.model, "load", time.time() - begin)
+        self._count(ref.model, "background" if asleep else "load", time.time() - begin)
         self._took(ref, answer)
         self._pool.on_loaded(ref, answer.report, time.time())
+
+    async def _prepare(self, ref: HostRef) -> None:
+        try:
+            actor = self._actors[ref] = start_prepared(ref)
+            self._spawn(self._watch(ref, actor))
+            held = await actor.prepare.remote()
+        except (RayError, ValueError) as error:
+            self._lost(ref, error)
+            return
+        self._pool.on_prepared(ref, held, time.time())
+
+    async def _deep_sleep(self, ref: HostRef) -> None:
+        answer = await self._ask_host(ref, "deep_sleep")
+        if isinstance(answer, HostPicture):
+            self._took(ref, answer)
+            self._pool.on_deep_slept(ref, answer.report, time.time())
+        elif not isinstance(answer, HostLost):
+            self._pool.on_failed(ref, answer, time.time())
 
     async def _drain(self, ref: HostRef, tickets: tuple[str, ...]) -> None:
         answer = await self._ask_host(ref, "drain", tickets)
@@ -391,6 +445,9 @@ class Controller:
             except (RayError, ValueError, TimeoutError):
                 continue
             ref = picture.spec.ref
+            if ref.model == prepared.MODEL:  # made again when there is time
+                ray.kill(actor)
+                continue
             self._actors[ref] = actor
             self._took(ref, picture)
             self._pool.on_adopted(ref, picture.report, time.time(), self._device_of(picture.spec))
@@ -419,12 +476,12 @@ class Controller:
         self._metrics.switch_seconds.labels(model, kind).inc(seconds)
         self._spawn(push(self._name, self._metrics.registry))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = start_detached(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._log.error("task_failed", error=repr(task.exception()))

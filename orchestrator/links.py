@@ -65,7 +65,7 @@ class HostLink:
     async def connect(self) -> None:
         """Open the stream; HostLost when the host is gone."""
         try:
-            self._actor = await asyncio.to_thread(ray.get_actor, self.ref.name, NAMESPACE)
+            self._actor = await asyncio.to_thread(ray.get_actor, self.ref.actor, NAMESPACE)
         except (ValueError, RayError) as error:
             self._lose(error)
             raise self.lost from error  # type: ignore[misc]
@@ -184,9 +184,9 @@ class Links:
                 del self._links[ref]
 
 
-async def snapshot_of(host: str) -> EngineSnapshot | OrchestratorError:
-    """What a host's engine holds, or why it does not say."""
-    answer: EngineSnapshot | OrchestratorError = await _asked(host, lambda actor: actor.snapshot.remote())
+async def snapshot_of(actor: str) -> EngineSnapshot | OrchestratorError:
+    """What a host's engine holds, or why it does not say; by the name of its actor."""
+    answer: EngineSnapshot | OrchestratorError = await _asked(actor, lambda actor: actor.snapshot.remote())
     return answer
 
 

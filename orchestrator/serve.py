@@ -69,6 +69,8 @@ def pool_plan(config: Config, prepared: Prepared, log_path: Path) -> PoolPlan:
                 model.preload,
                 math.inf if model.keep_alive_seconds is None else model.keep_alive_seconds,
                 model.min_resident_seconds,
+                background=config.pool.background_load,
+                preparable=model.source != "fake",
             )
             for model in config.models
         ),
@@ -81,6 +83,7 @@ def pool_plan(config: Config, prepared: Prepared, log_path: Path) -> PoolPlan:
             ticket_ttl_seconds=config.pool.ticket_seconds,
             cooldown_seconds=cooldown,
             cooldown_cap_seconds=16 * cooldown,
+            prepared_hosts=config.pool.prepared_hosts,
         ),
         preload=tuple(model.name for model in config.models if model.preload),
         log_path=str(log_path),
@@ -117,6 +120,7 @@ def _host_spec(model: ModelConfig, path: Path | OrchestratorError | None, config
             kv_disk=str(config.kv_directory),
         ),
         dtype=model.dtype,
+        recipes=str(config.cache_dir / "recipes"),
         fake=fake,
         ticket_seconds=config.pool.ticket_seconds,
     )

@@ -21,10 +21,13 @@
     │   └── QueueFull               a bounded queue is full
     ├── Unavailable (503)
     │   ├── ModelLoading            not ready before the deadline; the load goes on
+    │   ├── SwapBudgetExceeded      it will not be ready before the deadline; the load goes on
     │   ├── LoadFailed              the load failed; one cached cause during the cooldown
+    │   │   └── NotKnownYet         what the load would go by has not been found out
     │   ├── CapacityPinned          every resident model is pinned
     │   ├── ModelDoesNotFit         larger than any device's whole budget
     │   ├── HostUnavailable         this host is draining, asleep or not ready: ask again elsewhere
+    │   │   └── OutOfMemory         the device has less memory than the books say
     │   ├── HostLost                the host's process died
     │   └── StoreUnavailable        Redis is unreachable, full or read-only
     ├── DeadlineExceeded (504)
@@ -182,6 +185,10 @@ class ModelLoading(Unavailable):
     code = "model_loading"
 
 
+class SwapBudgetExceeded(Unavailable):
+    code = "swap_budget_exceeded"
+
+
 class LoadFailed(Unavailable):
     code = "load_failed"
 
@@ -200,6 +207,10 @@ class ModelDoesNotFit(Unavailable):
 
 class HostUnavailable(Unavailable):
     code = "host_unavailable"
+
+
+class OutOfMemory(HostUnavailable):
+    code = "out_of_memory"
 
 
 class HostLost(Unavailable):

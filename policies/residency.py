@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from policies.ordering import tier_then_arrival
 from policies.types import DemandView, HostView, ModelState, PoolView
 
+WORTH_DEEPER = 4  # letting go of a sleeping model must free a fourth of what is short
+ASLEEP = (ModelState.SLEEPING, ModelState.DEEP_SLEEP)
 GIVING_BACK = (ModelState.DRAINING, ModelState.UNLOADING)  # their bytes come back without a new decision
 
 
@@ -18,7 +20,9 @@ class ActionKind(StrEnum):
     """What the pool shall do."""
 
     START = "start"  # load or wake the model now: its bytes are free
+    STAGE = "stage"  # load the model asleep, while others keep the memory it will need
     SLEEP = "sleep"  # drain the host and put it to sleep
+    DEEP_SLEEP = "deep_sleep"  # of a sleeping host, keep the bare process
     UNLOAD = "unload"  # drain the host if it is ready, then end its process: the residual is needed too
     WAIT = "wait"  # nothing to do now; a later event or tick will change that
     REFUSE = "refuse"  # can never be satisfied while the pinned models stay
@@ -31,7 +35,7 @@ class Action:
     kind: ActionKind
     model: str  # the model it is done for
     reason: str  # with the numbers it was decided on
-    host: str | None = None  # the victim of SLEEP and UNLOAD
+    host: str | None = None  # the victim of SLEEP, DEEP_SLEEP and UNLOAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +66,22 @@ class _Room:
     coming: int  # being given back
     spare: int  # what may be taken now without taking it from the demand room is being made for
     target: str | None = None  # the demand room is being made for
+    started: set[str] = field(default_factory=set)  # models this plan starts: asleep a moment ago, no victims now
 
 
 class Lru:
     """Least recently used, by bytes.
 
     Demand is served by tier, then arrival (aged by ``aging_seconds``); a committed demand goes first, so that a new
-    request for its victim cannot take the bytes back (ollama#17408). All that fits is started; for the first that does
-    not fit room is made, one at a time. Victims: lowest tier first, idle before busy, least recently used first; of
-    these a set with nothing superfluous in it. Processes are ended only when sleeping does not free enough.
+    request for its victim cannot take the bytes back (ollama#17408). Three strategies, by what measured bytes allow:
+
+    - resident together: all that fits is started;
+    - scheduled swap: a cold model whose process fits beside the others is loaded asleep while they serve on, and is
+      then like one that sleeps;
+    - direct swap: for the first that does not fit room is made, one at a time.
+
+    Victims: lowest tier first, idle before busy, least recently used first; of these a set with nothing superfluous in
+    it. Only when sleeping does not free enough are sleeping hosts cut down to their process, and then processes ended.
     """
 
     def __init__(self, aging_seconds: float = math.inf) -> None:
@@ -102,7 +113,16 @@ class Lru:
             )
             room.free -= extra
             room.spare -= extra
+            room.started.add(demand.model)
             return [Action(ActionKind.START, demand.model, reason)]
+        if demand.start_bytes is not None and demand.start_bytes <= min(room.free, room.spare):
+            room.free -= demand.start_bytes
+            room.spare -= demand.start_bytes
+            reason = (
+                f"needs {extra} more bytes, {room.free + demand.start_bytes} free on {view.device}: loaded in the "
+                f"background into {demand.start_bytes}, others serve on meanwhile"
+            )
+            return [Action(ActionKind.STAGE, demand.model, reason)]
         if room.target is not None:
             reason = f"needs {extra} more bytes, {room.free} free on {view.device}; {room.target} is served first"
             return [Action(ActionKind.WAIT, demand.model, reason)]
@@ -111,7 +131,8 @@ class Lru:
 
     def _make_room(self, view: PoolView, demand: DemandView, extra: int, room: _Room) -> list[Action]:
         shortage = extra - room.free - room.coming
-        others = [host for host in view.hosts if host.model != demand.model and not host.pinned]
+        spared = {demand.model, *room.started}
+        others = [host for host in view.hosts if host.model not in spared and not host.pinned]
         victims = _choose(view, others, shortage) if shortage > 0 else ()
         said = (
             f"{demand.model} needs {extra} more bytes, {room.free} free and {room.coming} being freed on {view.device}"
@@ -168,24 +189,28 @@ def _worth(host: HostView) -> tuple[int, int, bool, float, str]:
 def _choose(view: PoolView, others: Sequence[HostView], shortage: int) -> tuple[_Victim, ...]:
     """Victims that free ``shortage`` bytes, none superfluous; empty when no set can do it now."""
     ready = sorted((host for host in others if _may_sleep(view, host)), key=_worth)
-    asleep = sorted((host for host in others if host.state is ModelState.SLEEPING), key=_worth)
+    asleep = sorted((host for host in others if host.state in ASLEEP), key=_worth)
+    steps = [_Victim(host, ActionKind.SLEEP, host.resident_bytes) for host in ready]
+    deeper = [_Victim(host, ActionKind.DEEP_SLEEP, _freed_by_deep_sleep(host)) for host in asleep]
+    steps += [victim for victim in deeper if victim.freed_bytes * WORTH_DEEPER >= shortage]
+    steps += [_Victim(host, ActionKind.UNLOAD, host.resident_bytes + host.residual_bytes) for host in (*asleep, *ready)]
     chosen: dict[str, _Victim] = {}
     freed = 0
-    for host in ready:
+    for step in steps:  # each takes the place of what its host was to do before
         if freed >= shortage:
             break
-        chosen[host.host] = _Victim(host, ActionKind.SLEEP, host.resident_bytes)
-        freed += host.resident_bytes
-    for host in (*asleep, *ready):  # sleeping does not free enough: residuals must go too
-        if freed >= shortage:
-            break
-        kept = chosen.get(host.host)
-        gone = _Victim(host, ActionKind.UNLOAD, host.residual_bytes + (kept.freed_bytes if kept else 0))
-        chosen[host.host] = gone
-        freed += host.residual_bytes
+        before = chosen.get(step.host.host)
+        freed += step.freed_bytes - (before.freed_bytes if before else 0)
+        chosen[step.host.host] = step
     if freed < shortage:
         return ()
     return _prune(tuple(chosen.values()), freed - shortage)
+
+
+def _freed_by_deep_sleep(host: HostView) -> int:
+    if host.process_bytes is None or host.state is not ModelState.SLEEPING:
+        return 0
+    return max(0, host.residual_bytes - host.process_bytes)
 
 
 def _prune(victims: tuple[_Victim, ...], excess_bytes: int) -> tuple[_Victim, ...]:

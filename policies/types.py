@@ -32,6 +32,7 @@ class ModelState(StrEnum):
     READY = "ready"  # takes requests
     DRAINING = "draining"  # finishes what it has, takes nothing new
     SLEEPING = "sleeping"  # process alive, weights and KV given back
+    DEEP_SLEEP = "deep_sleep"  # process alive, nothing of the model in it
     WAKING = "waking"  # weights being copied back
     QUARANTINED = "quarantined"  # woke with a wrong canary: it must answer nobody
     UNLOADING = "unloading"  # process being ended
@@ -81,6 +82,7 @@ class HostView:
     waiting: int = 0  # requests waiting for this model
     tier: Tier = Tier.STANDARD  # of the tickets last placed on it; warm traffic is not seen here
     min_resident_seconds: float | None = None  # not put to sleep for another earlier; None: as the pool says
+    process_bytes: int | None = None  # what it would keep in deep sleep; None: no less than residual_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class DemandView:
     waiting: int
     committed: bool = False  # room is already being made for it: it owns the next bytes freed
     host: str = ""  # which of the model's hosts is to be started; "": the model has one
+    start_bytes: int | None = None  # what its process takes to be loaded asleep, beside others; None: that cannot be
 
 
 @dataclass(frozen=True, slots=True)

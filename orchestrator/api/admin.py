@@ -53,7 +53,7 @@ async def _contexts_of(
     state = str(status.state)
     if status.state in NO_PROCESS:
         return HostContexts(status.model, status.host, state, None, f"{status.host} is {state}: it holds nothing")
-    answer = await ask(status.host)
+    answer = await ask(status.actor)
     if isinstance(answer, OrchestratorError):
         return HostContexts(status.model, status.host, state, None, answer.message)
     return HostContexts(status.model, status.host, state, answer, None)

@@ -23,8 +23,8 @@ BREAKS = {
     "test_R14": ("model_pool/lifecycle.py", "self._desk.unredeemed(slot.ref, now))", "())"),
     "test_R20": (
         "model_pool/lifecycle.py",
-        "if slot.state is _S.SLEEPING:\n            self._move",
-        "if False:\n            self._move",
+        "if slot.state is _S.SLEEPING:\n            self._asked",
+        "if False:\n            self._asked",
     ),
     "test_R35": ("model_pool/lifecycle.py", "other.restore = True", "other.restore = False"),
     "test_R37": ("model_pool/views.py", "if not arrivals and not slot.committed:", "if not arrivals:"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from model_pool import prepared
 from model_pool.effects import (
     HostRef,
     HostReport,
@@ -21,6 +22,7 @@ from policies.residency import Lru
 from policies.types import ModelState, Tier
 
 S = ModelState
+PREPARED_BYTES = 4
 FAR = 1e9  # a deadline nobody reaches
 
 
@@ -28,10 +30,11 @@ FAR = 1e9  # a deadline nobody reaches
 class Call:
     """An effect that is still to be answered."""
 
-    verb: str  # start | drain | sleep | wake | unload
+    verb: str  # start | load | prepare | drain | sleep | deep_sleep | wake | unload
     ref: HostRef
     tickets: tuple[str, ...] = ()
     device: str = ""
+    asleep: bool = False
 
 
 class FakeEffects:
@@ -39,6 +42,7 @@ class FakeEffects:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.resized: list[tuple[HostRef, bool]] = []
         self.pending: list[Call] = []
         self.resolved: dict[str, list[Placement]] = {}
         self.rejected: dict[str, list[OrchestratorError]] = {}
@@ -49,8 +53,20 @@ class FakeEffects:
         self.calls.append(call)
         self.pending.append(call)
 
-    def start_host(self, ref: HostRef, device: str) -> None:
-        self._ask(Call("start", ref, device=device))
+    def start_host(self, ref: HostRef, device: str, asleep: bool) -> None:
+        self._ask(Call("start", ref, device=device, asleep=asleep))
+
+    def load(self, ref: HostRef) -> None:
+        self._ask(Call("load", ref))
+
+    def prepare(self, ref: HostRef, device: str) -> None:
+        self._ask(Call("prepare", ref, device=device))
+
+    def deep_sleep(self, ref: HostRef) -> None:
+        self._ask(Call("deep_sleep", ref))
+
+    def resize_kv(self, ref: HostRef, full: bool) -> None:
+        self.resized.append((ref, full))
 
     def drain(self, ref: HostRef, tickets: tuple[str, ...]) -> None:
         self._ask(Call("drain", ref, tickets))
@@ -99,6 +115,8 @@ class World:
         preload: tuple[str, ...] = (),
         keep_alive: dict[str, float] | None = None,
         min_resident: dict[str, float] | None = None,
+        background: bool = False,
+        process: int | None = None,
         **settings: float,
     ) -> None:
         devices = {"d0": budgets} if isinstance(budgets, int) else budgets
@@ -115,14 +133,24 @@ class World:
                 preload=name in preload,
                 keep_alive_seconds=(keep_alive or {}).get(name, math.inf),
                 min_resident_seconds=(min_resident or {}).get(name),
+                background=background,
+                preparable=True,
             )
             for name, size in sizes.items()
         ]
         self.now = 0.0
         self.sizes = dict(sizes)
         self.residuals = dict.fromkeys(sizes, residual)
+        self.process = process  # what is left in deep sleep
+        self.known = set(sizes)  # models that have been loaded on this machine before
         self.effects = FakeEffects()
-        chosen = PoolSettings(**{"min_resident_seconds": 0.0, "cooldown_seconds": 8.0, **settings})
+        usual = {
+            "min_resident_seconds": 0.0,
+            "cooldown_seconds": 8.0,
+            "prepared_bytes": PREPARED_BYTES,
+            "drift_bytes": 2,
+        }
+        chosen = PoolSettings(**{**usual, **settings})  # type: ignore[arg-type]
         self.pool = Pool(specs, devices, Lru(chosen.aging_seconds), self.effects, chosen)
 
     # --- time and demand
@@ -146,11 +174,16 @@ class World:
 
     def report(self, model: str, state: ModelState, in_flight: int = 0, **changes: object) -> HostReport:
         fields: dict[str, object] = {
-            "memory_bytes": self.residuals[model] if state is S.SLEEPING else self.sizes[model],
+            "memory_bytes": self.sizes[model],
             "residual_bytes": self.residuals[model],
+            "process_bytes": self.process,
             "in_flight": in_flight,
             "last_used": self.now,
         }
+        if state is S.SLEEPING:
+            fields["memory_bytes"] = self.residuals[model]
+        elif state is S.DEEP_SLEEP:
+            fields["memory_bytes"] = fields["residual_bytes"] = self.process or self.residuals[model]
         return HostReport(state, **{**fields, **changes})  # type: ignore[arg-type]
 
     def call(self, verb: str, model: str) -> Call:
@@ -168,9 +201,15 @@ class World:
     def deliver(self, call: Call) -> None:
         self.effects.pending.remove(call)
         model, ref, now, pool = call.ref.model, call.ref, self.now, self.pool
-        if call.verb == "start":
+        if call.verb == "start" and call.asleep:
+            pool.on_loaded(ref, self.report(model, S.SLEEPING if model in self.known else S.DEEP_SLEEP), now)
+        elif call.verb in ("start", "load"):
             pool.on_warming(ref, now)
             pool.on_loaded(ref, self.report(model, S.READY), now)
+        elif call.verb == "prepare":
+            pool.on_prepared(ref, PREPARED_BYTES, now)
+        elif call.verb == "deep_sleep":
+            pool.on_deep_slept(ref, self.report(model, S.DEEP_SLEEP), now)
         elif call.verb == "drain":
             pool.on_drained(ref, now)
         elif call.verb == "sleep":
@@ -196,7 +235,7 @@ class World:
         self.pool.on_quarantined(call.ref, error, self.now)
 
     def lose(self, model: str, number: int = 0, cause: str = "killed") -> None:
-        ref = self.ref(model, number)
+        ref = HostRef(model, number, 0) if model == prepared.MODEL else self.ref(model, number)
         self.effects.pending = [call for call in self.effects.pending if call.ref != ref]
         self.pool.on_lost(ref, cause, self.now)
 

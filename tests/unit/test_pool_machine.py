@@ -8,14 +8,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from model_pool import prepared
 from model_pool.effects import HostRef
 from model_pool.states import MODEL_EDGES
-from policies.errors import ModelLoading
+from policies.errors import LoadFailed, ModelLoading, OutOfMemory
 from policies.types import ModelState, Tier
-from tests.unit.fake_effects import FAR, Call, World
+from tests.unit.fake_effects import FAR, PREPARED_BYTES, Call, World
 
 S = ModelState
 SIZES = {"a": 40, "b": 60, "c": 80, "d": 96, "pin": 30, "small": 12}
+PROCESS_BYTES = 3
+MAY_FAIL = ("start", "load", "sleep", "deep_sleep", "wake")
 REPLICAS = {"small": 3, "a": 2}
 HOSTS = st.sampled_from([(model, number) for model in sorted(SIZES) for number in range(REPLICAS.get(model, 1))])
 BUDGETS = {"d0": 100, "d1": 64}
@@ -40,6 +43,7 @@ class PoolMachine(RuleBasedStateMachine):
             SIZES, BUDGETS, residual=5, pinned=("pin",), max_waiting=6, replicas=REPLICAS,
             min_resident_seconds=5.0, cooldown_seconds=4.0, preload=("a", "d"), keep_alive={"b": 8.0, "small": 0.0},
             min_resident={"c": 9.0}, reclaim_after_seconds=20.0,
+            background=True, process=PROCESS_BYTES, prepared_hosts=1,
         )  # fmt: skip
         self.pool, self.effects = self.world.pool, self.world.effects
         self.asked: dict[str, Asked] = {}
@@ -88,26 +92,34 @@ class PoolMachine(RuleBasedStateMachine):
     def succeed(self, index: int) -> None:
         self._deliver(self.effects.pending[index % len(self.effects.pending)])
 
-    @precondition(lambda self: any(c.verb in ("start", "sleep", "wake") for c in self.effects.pending))
-    @rule(index=INDEX, how=st.sampled_from(["rolled back", "quarantined", "broken"]))
+    @precondition(lambda self: any(c.verb in MAY_FAIL for c in self.effects.pending))
+    @rule(index=INDEX, how=st.sampled_from(["rolled back", "quarantined", "broken", "out of memory"]))
     def fail(self, index: int, how: str) -> None:
-        calls = [c for c in self.effects.pending if c.verb in ("start", "sleep", "wake")]
+        calls = [c for c in self.effects.pending if c.verb in MAY_FAIL]
         call = calls[index % len(calls)]
         self.effects.pending.remove(call)
-        if call.verb == "wake" and how == "rolled back":
-            self._shrink(call)
-            self.pool.on_wake_failed(call.ref, "no memory", self.world.now)
-        elif call.verb == "wake" and how == "quarantined":
+        error = OutOfMemory("the device has less") if how == "out of memory" else LoadFailed("broken")
+        if call.verb == "wake" and how == "quarantined":
             self.pool.on_quarantined(call.ref, "its canary said something else", self.world.now)
+        elif call.verb == "wake" and how != "broken":
+            self._shrink(call)
+            self.pool.on_wake_failed(call.ref, error, self.world.now)
         else:
-            self.pool.on_failed(call.ref, "broken", self.world.now)
+            self.pool.on_failed(call.ref, error, self.world.now)
+
+    @rule(model=MODELS)
+    def forget_recipe(self, model: str) -> None:
+        """A background load of it can only end in deep sleep, or again asleep."""
+        self.world.known ^= {model}
 
     @precondition(lambda self: self.effects.calls)
     @rule(index=INDEX)
     def say_again(self, index: int) -> None:
         """An outcome comes twice, or late: it must not be believed unless it is awaited."""
         call = self.effects.calls[index % len(self.effects.calls)]
-        if call not in self.effects.pending and call.ref != self.world.ref(call.ref.model, call.ref.number):
+        if call.ref.model == prepared.MODEL or call in self.effects.pending:
+            return
+        if call.ref != self.world.ref(call.ref.model, call.ref.number):
             self.effects.pending.append(call)
             self.world.deliver(call)
 
@@ -116,7 +128,9 @@ class PoolMachine(RuleBasedStateMachine):
     def die(self, index: int) -> None:
         name = sorted(self.physical)[index % len(self.physical)]
         _, model, number = name.split(":")
-        ref = self.world.ref(model, int(number))
+        ref = HostRef(model, int(number), 0)
+        if model != prepared.MODEL:
+            ref = self.world.ref(model, int(number))
         for ticket_id, placements in self.effects.resolved.items():
             asked = self.asked[ticket_id]
             asked.may_be_answered |= placements[-1].host == ref and not asked.gone
@@ -154,17 +168,21 @@ class PoolMachine(RuleBasedStateMachine):
     def _deliver(self, call: Call) -> None:
         self._absorb_calls()
         self._shrink(call)
+        if call.asleep and call.ref.model not in self.world.known and call.ref.name in self.physical:
+            self.physical[call.ref.name] = (self.home[call.ref], PROCESS_BYTES)
         self.world.deliver(call)
         self._absorb_calls()
 
     def _shrink(self, call: Call) -> None:
-        name = call.ref.name
-        if call.ref != self.world.ref(call.ref.model, call.ref.number):
+        name, model = call.ref.name, call.ref.model
+        if model != prepared.MODEL and call.ref != self.world.ref(model, call.ref.number):
             return
         if call.verb == "unload":
             self.physical.pop(name, None)
         elif call.verb in ("sleep", "wake") and name in self.physical:
-            self.physical[name] = (self.physical[name][0], self.world.residuals[call.ref.model])
+            self.physical[name] = (self.physical[name][0], self.world.residuals[model])
+        elif call.verb == "deep_sleep" and name in self.physical:
+            self.physical[name] = (self.physical[name][0], PROCESS_BYTES)
 
     def _absorb(self) -> None:
         self._absorb_calls()
@@ -179,10 +197,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _absorb_calls(self) -> None:
         for call in self.effects.calls[self.seen_calls :]:
-            if call.verb == "start":
+            if call.verb in ("start", "prepare"):
                 self.home[call.ref] = call.device
-            if call.verb in ("start", "wake"):
-                self.physical[call.ref.name] = (self.home[call.ref], SIZES[call.ref.model])
+            if call.verb == "prepare":
+                self.physical[call.ref.name] = (call.device, PREPARED_BYTES)
+            elif call.verb in ("start", "load", "wake"):
+                self.physical.pop(call.ref.process, None)  # it is that process now
+                size = self.world.residuals[call.ref.model] if call.asleep else SIZES[call.ref.model]
+                self.physical[call.ref.name] = (self.home[call.ref], size)
         self.seen_calls = len(self.effects.calls)
 
     def _absorb_answers(self) -> None:
@@ -228,7 +250,7 @@ class PoolMachine(RuleBasedStateMachine):
         waited_out = [t for t in patient for e in self.effects.rejected.get(t, ()) if isinstance(e, ModelLoading)]
         assert not waited_out
         assert not self.effects.pending
-        assert set(self.states.values()) <= {S.COLD, S.SLEEPING, S.READY}
+        assert set(self.states.values()) <= {S.COLD, S.SLEEPING, S.DEEP_SLEEP, S.READY}
 
 
 PoolMachine.TestCase.settings = settings(
