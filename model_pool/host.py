@@ -6,6 +6,7 @@ Methods answer with an OrchestratorError as a value instead of raising it: Ray w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -98,9 +99,11 @@ class EngineHost:
         self._born = psutil.Process().create_time()
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         self._stats = EngineStats()
+        self._stats_at = 0.0  # monotonic
         self._residual_bytes = 0
         self._process_bytes: int | None = None  # with everything imported and no model
         self._in_background = False
+        self._busy = False  # since it last said that it is idle
         self._draining: _Draining | None = None
         self._changed = asyncio.Event()
         self._submitting: set[asyncio.Future[OrchestratorError | None]] = set()
@@ -290,6 +293,7 @@ class EngineHost:
             return refusal
         key = (request.request_id, request.generation)
         self._redeem(ticket)
+        self._busy = True
         self._channels.own(gateway, key)  # before the engine can answer; it also holds up draining
         try:
             await self._call(lambda engine: engine.add(request))
@@ -315,13 +319,13 @@ class EngineHost:
         )
 
     async def watch(self) -> HostPicture:
-        """The picture, after the next change of state or ``REPORT_SECONDS``."""
+        """The picture, after the next change of state, the end of the last generation, or ``REPORT_SECONDS``."""
         self._changed.clear()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), REPORT_SECONDS)
-        except TimeoutError:
-            if self._state in (S.READY, S.DRAINING):
-                self._stats = await self._call(lambda engine: engine.stats())
+        if self._state in (S.READY, S.DRAINING) and time.monotonic() - self._stats_at >= REPORT_SECONDS:
+            self._stats = await self._call(lambda engine: engine.stats())
+            self._stats_at = time.monotonic()
         return await self.picture()
 
     async def snapshot(self) -> EngineSnapshot | OrchestratorError:
@@ -400,8 +404,14 @@ class EngineHost:
                 self._draining.tickets.discard(ticket)
 
     def _look_drained(self) -> None:
+        """After anything ended: an idle host says so at once, for it may be wanted as a victim."""
+        if self._channels.in_flight:
+            return
+        if self._busy:
+            self._busy = False
+            self._changed.set()
         draining = self._draining
-        if draining is None or self._channels.in_flight:
+        if draining is None:
             return
         if not draining.tickets or time.monotonic() >= draining.until:
             draining.done.set()

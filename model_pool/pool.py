@@ -304,10 +304,10 @@ class Pool:
         """What would be done if a request for this model came now, and it is not up. Nothing is done."""
         return self._planner.dry_run(self._named(model), now)
 
-    def wait(self, model: str, ticket_id: str, now: float) -> Wait:
-        """What a request that waits for this model may be told."""
+    def waits(self, model: str, now: float) -> dict[str, Wait]:
+        """What those may be told who wait for a model, by ticket."""
         self._named(model)
-        return self._views.wait(model, ticket_id, now)
+        return self._views.waits(model, now)
 
     # --- helpers
 

@@ -74,6 +74,7 @@ class Prepared:
         for process in self._processes.values():
             if process.device == device and not process.ending:
                 self._end(process, now)
+                self._not_before = now + self._settings.prepared_pause_seconds
 
     def ready(self, ref: HostRef, measured_bytes: int) -> None:
         process = self._processes.get(ref)

@@ -29,6 +29,7 @@ class PoolSettings:
     answer_timeout_seconds: float = 60.0  # sleep: then unload instead; unload: then ask again
     prepared_hosts: int = 0  # on each device: processes that wait for a model
     prepared_bytes: int = 320 * 2**20  # that one is promised
+    prepared_pause_seconds: float = 60.0  # after one had to give way: each costs seconds of a core
     drift_bytes: int = 64 * 2**20  # a host may hold more than it was promised by so much, and a share
     drift_share: float = 0.05
 

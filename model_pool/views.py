@@ -112,12 +112,15 @@ class Views:
             f"{self._desk.waiting(slot.name)} waiting; {slot.last_decision or 'it goes on without this request'}"
         )
 
-    def wait(self, model: str, ticket_id: str, now: float) -> Wait:
-        """What a waiting request may be told."""
+    def waits(self, model: str, now: float) -> dict[str, Wait]:
+        """What those may be told who wait for a model, by ticket."""
         slot = min(self._fleet.of(model), key=lambda s: NEAREST_FIRST.index(s.state))
-        queue = [ticket.ticket_id for ticket in self._desk.queue(model, now)]
-        position = queue.index(ticket_id) + 1 if ticket_id in queue else len(queue)
-        return Wait(slot.state, position, len(queue), self.eta_seconds(slot, now))
+        queue = self._desk.queue(model, now)
+        eta = self.eta_seconds(slot, now)
+        return {
+            ticket.ticket_id: Wait(slot.state, position, len(queue), eta)
+            for position, ticket in enumerate(queue, start=1)
+        }
 
     def eta_seconds(self, slot: Slot, now: float) -> float | None:
         """How long until it could be ready, if all takes as long as the last time and room is there at once."""
@@ -163,6 +166,7 @@ class Views:
             waiting=len(queue),
             committed=slot.committed,
             host=slot.ref.name,
+            awaits_others=self._awaits_others(slot),
             start_bytes=self._start_bytes(slot),
         )
 
@@ -175,8 +179,8 @@ class Views:
     def _next_host(self, model: str, now: float) -> Slot | None:
         """The host to start for a model: the one room is being made for, else one asleep, else a cold one."""
         slots = (slot for slot in self._fleet.of(model) if slot.state in STARTABLE and not slot.cooling(now))
-        able = [slot for slot in slots if not slot.deepening and not self._awaits_others(slot)]
-        return min(able, key=lambda s: (not s.committed, s.state is ModelState.COLD, s.ref.number), default=None)
+        able = [slot for slot in slots if not slot.deepening]
+        return min(able, key=lambda s: (not s.committed, NEAREST_FIRST.index(s.state), s.ref.number), default=None)
 
     def _awaits_others(self, slot: Slot) -> bool:
         """The books have room for it, the device had not: those who give back for it must have done so."""

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from engine.protocol import GenerationRequest, Output
 from orchestrator.detached import start_detached
-from orchestrator.generation import Generator, Progress
+from orchestrator.generation import Generator
+from orchestrator.progress import Progress
 
 _Queue = asyncio.Queue["tuple[int, Output | asyncio.Task[None]]"]
 

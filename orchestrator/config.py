@@ -172,6 +172,18 @@ class PoolConfig(Section):
     cooldown_seconds: float = Field(10.0, ge=0, description="after a failed load; doubles up to 16 times this")
 
 
+class TierConfig(Section):
+    deadline_seconds: float | None = Field(
+        None, gt=0, description="longest wait for the first token; none: http.deadline_seconds"
+    )
+
+
+class TiersConfig(Section):
+    interactive: TierConfig = TierConfig()
+    standard: TierConfig = TierConfig()
+    batch: TierConfig = TierConfig()
+
+
 class Config(Section):
     """The whole configuration."""
 
@@ -185,6 +197,7 @@ class Config(Section):
     sessions: SessionConfig = SessionConfig()
     kv_disk: KVDiskConfig = KVDiskConfig()
     pool: PoolConfig = PoolConfig()
+    tiers: TiersConfig = TiersConfig()
     devices: tuple[DeviceConfig, ...] = Field(min_length=1)
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     tenants: tuple[TenantConfig, ...] = Field(min_length=1)
@@ -213,6 +226,11 @@ class Config(Section):
                 f"demo_key of {', '.join(demo)}: only allowed while http.host is loopback, not {self.http.host}"
             )
         return self
+
+    def deadline_seconds(self, tier: Tier) -> float:
+        """How long a request of this tier waits for its first token."""
+        own: TierConfig = getattr(self.tiers, tier.name.lower())
+        return self.http.deadline_seconds if own.deadline_seconds is None else own.deadline_seconds
 
     @property
     def kv_directory(self) -> Path:

@@ -141,12 +141,10 @@ class Controller:
         finally:
             self._answers.pop(ticket, None)
 
-    async def waits(self, model: str, ticket: str) -> Wait | OrchestratorError:
-        """What a request that waits may be told."""
-        try:
-            return self._pool.wait(model, ticket, time.time())
-        except OrchestratorError as error:
-            return error
+    async def waits(self, models: tuple[str, ...]) -> dict[str, Wait]:
+        """What those may be told who wait for these models, by ticket."""
+        now = time.time()
+        return {ticket: wait for model in models for ticket, wait in self._pool.waits(model, now).items()}
 
     async def abandon(self, ticket: str) -> None:
         self._answers.pop(ticket, None)

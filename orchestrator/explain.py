@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from model_pool.prepared import MODEL as PREPARED
+
 MIB = 2**20
 
 
@@ -19,7 +21,7 @@ def explain(name: str, models: Sequence[dict[str, Any]], devices: Sequence[dict[
     hosts = [entry for entry in models if entry["model"] == name]
     lines = [line for host in hosts for line in _host(host, events, now)]
     lines += [f"{device['device']}: {_size(device['held_bytes'])} of {_size(device['budget_bytes'])} held by "
-              f"{_holders(models, device['device'])}" for device in devices]  # fmt: skip
+              f"{_holders(models, device)}" for device in devices]  # fmt: skip
     if plan:
         lines.append("if it was asked for now:")
         lines += [f"  {_action(action)}: {action['reason']}" for action in plan]
@@ -42,6 +44,9 @@ def _host(host: dict[str, Any], events: Sequence[dict[str, Any]], now: float) ->
         yield f"  last failure: {host['cause']}"
     if host["cooldown_until"] > now:
         yield f"  no new try for {host['cooldown_until'] - now:.0f} s"
+    took = [f"{host[f'{verb}_seconds']:.1f} s to {verb}" for verb in ("load", "wake") if host.get(f"{verb}_seconds")]
+    if took:
+        yield f"  took {' and '.join(took)}, the last time"
     yield f"  {_stays(host, now)}"
 
 
@@ -55,18 +60,35 @@ def _stays(host: dict[str, Any], now: float) -> str:
     return f"keep_alive: put to sleep after {host['keep_alive_seconds']:g} s without a request{soon}"
 
 
-def _holders(models: Sequence[dict[str, Any]], device: str) -> str:
-    held = [m for m in models if m["device"] == device and m["memory_bytes"]]
-    held.sort(key=lambda m: -m["memory_bytes"])
-    return ", ".join(f"{m['host']} ({m['state']}, {_size(m['memory_bytes'])})" for m in held) or "nobody"
+def _holders(models: Sequence[dict[str, Any]], device: dict[str, Any]) -> str:
+    states = {model["host"]: model["state"] for model in models}
+    held = sorted(((held_bytes(entry), entry["host"]) for entry in device["entries"]), reverse=True)
+    return (
+        ", ".join(f"{host} ({states.get(host, 'no model')}, {_size(size)})" for size, host in held if size) or "nobody"
+    )
+
+
+def held_bytes(entry: dict[str, Any]) -> int:
+    """Of one entry of a device's books, as ``model_pool.ledger.Entry`` has it."""
+    measured = entry["measured_bytes"]
+    return int(entry["promised_bytes"] if measured is None else measured)
+
+
+def prepared(device: dict[str, Any]) -> str:
+    """What processes without a model hold of a device; empty when there are none."""
+    sizes = [held_bytes(entry) for entry in device["entries"] if entry["host"].startswith(f"host:{PREPARED}:")]
+    what = "process" if len(sizes) == 1 else "processes"
+    return f", {_size(sum(sizes))} of it by {len(sizes)} prepared {what}" if sizes else ""
 
 
 def _action(action: dict[str, Any]) -> str:
     verbs = {
         "start": "it would be started",
+        "stage": "it would be loaded in the background",
         "wait": "it would wait",
         "refuse": "it would be refused",
         "sleep": f"{action['host']} would be put to sleep",
+        "deep_sleep": f"{action['host']} would let go of all but its process",
         "unload": f"{action['host']} would be ended",
     }
     return verbs[action["kind"]]

@@ -119,7 +119,7 @@ class Gateway:
             self._controller,
             Links(self._name),
             self._routes,
-            config.http.deadline_seconds,
+            config.deadline_seconds,
             lambda model: self.metrics.spills.labels(model).inc(),
         )
         self._tokenizers = self._load_tokenizers(plan)

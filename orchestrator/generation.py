@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError
@@ -15,6 +15,8 @@ from ray.exceptions import RayError
 from engine.protocol import GenerationRequest, Output
 from model_pool.effects import HostRef, Placement, RoutingTable
 from orchestrator.links import Links, Stream
+from orchestrator.progress import Progress
+from orchestrator.waiting import WaitingRoom
 from policies.errors import (
     DeadlineExceeded,
     HostLost,
@@ -23,7 +25,7 @@ from policies.errors import (
     OrchestratorError,
 )
 from policies.routing import choose
-from policies.types import TruncationRecord
+from policies.types import Tier
 
 RETRY_SECONDS = 0.05  # before asking again after a refusal by a host that was said to be ready
 
@@ -61,27 +63,6 @@ class Routes:
         self.table = replace(self.table, entries=entries)
 
 
-@dataclass(slots=True)
-class Progress:
-    """What a waiting client may be told, and what the answer's timing says. Seconds of wall clock."""
-
-    arrival: float
-    state: str = "queued"
-    load_seconds: float = 0.0  # spent waiting for the model to be ready
-    attempts: int = 0
-    hosts: list[str] = field(default_factory=list)
-    stream: Stream | None = None
-    ticket: str | None = None  # the stream was placed by
-    truncation: TruncationRecord | None = None  # known long before the first token
-    aborted: OrchestratorError | None = None
-
-    def abort(self, error: OrchestratorError) -> None:
-        """End the generation with this error, wherever it is."""
-        self.aborted = error
-        if self.stream is not None:
-            self.stream.fail(error)
-
-
 def _sticky_key(request: GenerationRequest) -> str:
     return request.session or request.group or request.request_id
 
@@ -94,7 +75,7 @@ class Generator:
         controller: Any,
         links: Links,
         routes: Routes,
-        deadline_seconds: float,
+        deadline_seconds: Callable[[Tier], float],
         spilled: Callable[[str], None] = lambda model: None,
     ) -> None:
         self._controller = controller
@@ -102,13 +83,15 @@ class Generator:
         self._links = links
         self._routes = routes
         self._deadline_seconds = deadline_seconds
+        self._room = WaitingRoom(controller)
 
     async def outputs(self, request: GenerationRequest, model: str, progress: Progress) -> AsyncGenerator[Output]:
         """The outputs of a generation, contiguous over host deaths; ends after a final one or raises.
 
         A token is delivered once: when a host dies the next attempt starts from the tokens this generator has yielded.
         """
-        deadline = progress.arrival + self._deadline_seconds
+        patience = self._deadline_seconds(request.tier)
+        deadline = progress.arrival + patience
         delivered: list[int] = list(request.delivered_token_ids)
         while True:
             request = replace(request, delivered_token_ids=tuple(delivered), deadline=deadline)
@@ -131,7 +114,7 @@ class Generator:
                 stream.close("the client went away")
             progress.state = "host lost"
             request = replace(request, generation=request.generation + 1)
-            deadline = max(deadline, time.time() + self._deadline_seconds)
+            deadline = max(deadline, time.time() + patience)
 
     async def _begin(self, request: GenerationRequest, model: str, deadline: float, progress: Progress) -> Stream:
         """Place the generation: on a host known to be ready, else by a ticket of the controller's."""
@@ -145,8 +128,7 @@ class Generator:
             if spilled:
                 self._spilled(model)
             if ref is None or refused:
-                progress.state = "waiting for the model"
-                placement = await self._ensure_ready(model, request, deadline)
+                placement = await self._ensure_ready(model, request, deadline, progress)
                 ref, ticket = placement.host, placement.ticket_id
                 progress.load_seconds += time.time() - begin
             progress.attempts += 1
@@ -180,9 +162,15 @@ class Generator:
         if again:
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _ensure_ready(self, model: str, request: GenerationRequest, deadline: float) -> Placement:
+    async def _ensure_ready(
+        self, model: str, request: GenerationRequest, deadline: float, progress: Progress
+    ) -> Placement:
         """Wait for the controller's placement; the load goes on when we leave."""
         ticket = f"{request.request_id}/{request.generation}/{uuid.uuid4().hex[:8]}"
+        with self._room.told(ticket, model, progress):
+            return await self._placed(ticket, model, request, deadline)
+
+    async def _placed(self, ticket: str, model: str, request: GenerationRequest, deadline: float) -> Placement:
         while True:
             try:
                 answer: Placement | OrchestratorError = await self._controller.ensure_ready.remote(

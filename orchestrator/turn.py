@@ -21,8 +21,9 @@ from engine.protocol import GenerationRequest, Output, SamplingParams, TokenLogp
 from orchestrator.answers import Conversation, keep
 from orchestrator.choices import choice_requests, merged
 from orchestrator.config import ModelConfig, TenantConfig
-from orchestrator.generation import Generator, Progress
+from orchestrator.generation import Generator
 from orchestrator.logs import EventLogger
+from orchestrator.progress import Progress
 from orchestrator.tokens import ChatTokenizer
 from policies.errors import ContextLengthExceeded, LeaseLost, LoadFailed, OrchestratorError, StoreUnavailable
 from policies.truncation import fit

@@ -106,6 +106,11 @@ class Lru:
             return [Action(ActionKind.REFUSE, demand.model, _refusal(view, demand, pinned))]
         own = sum(host.residual_bytes for host in view.hosts if _is_for(host, demand))
         extra = demand.need_bytes - own
+        if demand.awaits_others:
+            room.free -= extra
+            room.spare -= extra
+            said = f"needs {extra} more bytes, and tries again when {room.coming} being freed on {view.device} are free"
+            return [Action(ActionKind.WAIT, demand.model, said)]
         if extra <= min(room.free, room.spare):
             reason = (
                 f"needs {extra} more bytes, {room.free} of {view.budget_bytes} free on {view.device}, "

@@ -96,6 +96,7 @@ class DemandView:
     waiting: int
     committed: bool = False  # room is already being made for it: it owns the next bytes freed
     host: str = ""  # which of the model's hosts is to be started; "": the model has one
+    awaits_others: bool = False  # the books had room and the device had not: not before what is given back is back
     start_bytes: int | None = None  # what its process takes to be loaded asleep, beside others; None: that cannot be
 
 

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from engine.protocol import TokenLogprob
 from orchestrator.api.wire import ChatRequest, Message, drop_switched_off, explain_invalid, refuse_unsupported
 from orchestrator.config import Config, TenantConfig
-from orchestrator.generation import Progress
 from orchestrator.metrics import GatewayMetrics
+from orchestrator.progress import Progress
 from orchestrator.turn import Ask, Done, Event, Piece, Started, TurnRunner
 from policies.errors import BadRequest, BodyTooLarge, ModelNotFound, OrchestratorError
 

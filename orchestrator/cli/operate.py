@@ -16,6 +16,7 @@ from rich.table import Table
 from orchestrator.cli.app import app
 from orchestrator.cli.common import JsonOption, KeyOption, UrlOption, admin, out, size
 from orchestrator.explain import explain as sentences
+from orchestrator.explain import prepared
 
 FOLLOW_SECONDS = 1.0
 NO_PLAN = ("ready", "loading", "warming", "waking")  # a request would start nothing
@@ -48,7 +49,8 @@ def ps(url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
         if model["cause"]:
             out.print(f"{model['model']}: {model['cause']}", highlight=False, soft_wrap=True)
     for book in body["devices"]:
-        out.print(f"{book['device']}: {size(book['held_bytes'])} of {size(book['budget_bytes'])} held")
+        held = f"{size(book['held_bytes'])} of {size(book['budget_bytes'])} held{prepared(book)}"
+        out.print(f"{book['device']}: {held}", highlight=False)
 
 
 @app.command(epilog="Example: orchestrator events --model gemma-3-270m")

@@ -21,7 +21,7 @@ from engine.protocol import EngineLimits, GenerationRequest, Output, SamplingPar
 from engine.scheduler import Scheduler, StepPlan
 from engine.torch_engine import TorchEngine
 from orchestrator.choices import choice_requests, merged
-from orchestrator.generation import Progress
+from orchestrator.progress import Progress
 from policies.errors import RequestTooLarge
 from policies.types import ContextState
 from tests.engine_helpers import (

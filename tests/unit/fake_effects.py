@@ -247,6 +247,11 @@ class World:
             self.deliver(self.effects.pending[0])
         raise AssertionError(f"still busy: {self.effects.pending}")
 
+    def run_until_pending(self, verb: str, model: str) -> None:
+        """Deliver good outcomes until this one would be next."""
+        while not any((call.verb, call.ref.model) == (verb, model) for call in self.effects.pending):
+            self.deliver(self.effects.pending[0])
+
     def bring_up(self, model: str) -> None:
         """Make a model ready, its first request served and gone."""
         self.demand(f"up-{model}-{self.now}", model)

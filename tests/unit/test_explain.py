@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.explain import explain
+from orchestrator.explain import explain, prepared
 
 NOW = 1000.0
-DEVICE = {"device": "cpu0", "held_bytes": 80 * 2**20, "budget_bytes": 100 * 2**20, "free_bytes": 20 * 2**20}
+ENTRIES = [
+    {"host": "host:(prepared):7", "promised_bytes": 2 * 2**20, "measured_bytes": 2**20},
+    {"host": "host:a:0", "promised_bytes": 79 * 2**20, "measured_bytes": None},
+    {"host": "host:b:0", "promised_bytes": 5 * 2**20, "measured_bytes": 0},
+]
+DEVICE = {"device": "cpu0", "held_bytes": 80 * 2**20, "budget_bytes": 100 * 2**20, "entries": ENTRIES}
 
 
 def host(model: str, state: str, **changes: Any) -> dict[str, Any]:
@@ -29,7 +34,7 @@ def test_a_cold_model_says_who_holds_the_memory_and_what_a_request_would_do() ->
     assert said == [
         "host:b:0 is cold, 60 s ago: process ended, freed 5 bytes",
         "  keep_alive: none, it stays until another model needs its memory",
-        "cpu0: 80 MiB of 100 MiB held by host:a:0 (ready, 80 MiB)",
+        "cpu0: 80 MiB of 100 MiB held by host:a:0 (ready, 79 MiB), host:(prepared):7 (no model, 1 MiB)",
         "if it was asked for now:",
         "  host:a:0 would be put to sleep: short by 60 bytes",
     ]
@@ -51,3 +56,9 @@ def test_a_failure_its_cooldown_a_pin_and_a_keep_alive_are_named() -> None:
     assert any("pinned" in line for line in explain("b", [host("b", "ready", pinned=True)], [], [], [], NOW))
     kept = explain("b", [host("b", "ready", keep_alive_seconds=300.0)], [], [], [], NOW)
     assert "  keep_alive: put to sleep after 300 s without a request, 250 s are left" in kept
+
+
+def test_prepared_processes_and_the_times_of_the_last_load_are_named() -> None:
+    assert prepared(DEVICE) == ", 1 MiB of it by 1 prepared process" and prepared({"entries": []}) == ""
+    timed = host("b", "sleeping", load_seconds=3.64, wake_seconds=0.41)
+    assert "  took 3.6 s to load and 0.4 s to wake, the last time" in explain("b", [timed], [], [], [], NOW)

@@ -8,7 +8,8 @@ import pytest
 
 from engine.protocol import GenerationRequest, Output, SamplingParams
 from model_pool.effects import HostRef, Placement, RoutingEntry, RoutingTable
-from orchestrator.generation import Generator, Progress, Routes
+from orchestrator.generation import Generator, Routes
+from orchestrator.progress import Progress
 from policies.errors import DeadlineExceeded, HostLost, HostUnavailable, OrchestratorError
 from policies.types import ModelState
 
@@ -89,7 +90,7 @@ def routes(*hosts: HostRef) -> Routes:
 
 
 async def run(controller: FakeController, links: FakeLinks, table: Routes, arrival: float) -> list[int]:
-    generator = Generator(controller, links, table, deadline_seconds=30.0)  # type: ignore[arg-type]
+    generator = Generator(controller, links, table, deadline_seconds=lambda _: 30.0)  # type: ignore[arg-type]
     return [t async for o in generator.outputs(REQUEST, "m", Progress(arrival)) for t in o.token_ids]
 
 

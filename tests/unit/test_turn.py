@@ -10,7 +10,7 @@ import pytest
 from engine.protocol import GenerationRequest, Output, Usage
 from orchestrator.answers import recall
 from orchestrator.config import ModelConfig, TenantConfig
-from orchestrator.generation import Progress
+from orchestrator.progress import Progress
 from orchestrator.tokens import load_tokenizer
 from orchestrator.turn import Ask, Done, Piece, Started, TurnRunner
 from policies.errors import EngineError, LeaseLost, OrchestratorError, StoreUnavailable

@@ -10,7 +10,8 @@ import pytest
 
 from engine.protocol import GenerationRequest, Output, SamplingParams, TokenLogprob, Usage
 from orchestrator.choices import choice_requests
-from orchestrator.generation import Progress, _sticky_key
+from orchestrator.generation import _sticky_key
+from orchestrator.progress import Progress
 from orchestrator.turn import Ask, Done, Piece, Started
 from policies.errors import EngineError
 from tests.unit.test_turn import MODEL, FakeGenerator, FakeStore, ask, runner
