@@ -29,6 +29,20 @@ class Idling:
             if slot.displaced and slot.state in STARTABLE and slot.wanted_since is None and not slot.cooling(now):
                 self._reclaim(slot, now)
 
+    def promote(self, now: float) -> None:
+        """Nobody wants anything: wake the model used last of those pushed out, if nobody has to move for it."""
+        if any(slot.state in ON_THE_WAY or slot.state is _S.DRAINING for slot in self._fleet):
+            return
+        out = [slot for slot in self._fleet if slot.pushed_out and slot.state is _S.SLEEPING and not slot.deepening]
+        for slot in sorted(out, key=lambda slot: -slot.last_used):
+            assert slot.device is not None
+            extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
+            free = self._ledger.free_bytes(slot.device)
+            if extra <= free and not slot.cooling(now):
+                slot.promoted = True
+                self._life.start(slot, slot.device, f"promoted: needs {extra} more bytes, {free} idle", now)
+                return
+
     def _put_to_sleep(self, slots: Sequence[Slot], now: float) -> None:
         """A model by its keep_alive: that of its last request, else its own. All its hosts together.
 

@@ -96,7 +96,7 @@ class Lifecycle:
         self._ledger.book(name, device, max(slot.need_bytes, self._ledger.held_bytes(name)))
         slot.committed = slot.restore = False
         slot.wanted_since = slot.evicted_for = slot.asked_keep_alive_seconds = None
-        slot.displaced = False
+        slot.displaced = slot.pushed_out = False
         if slot.state is _S.SLEEPING:
             self._asked(slot, now)
             self._move(slot, _S.WAKING, reason, now)
@@ -169,7 +169,8 @@ class Lifecycle:
             slot.load_seconds = now - slot.asked_at
             slot.promised_residual_bytes = report.residual_bytes or None
         slot.in_flight = report.in_flight
-        slot.last_used = max(slot.last_used, report.last_used, now)
+        slot.last_used = max(slot.last_used, report.last_used, 0.0 if slot.promoted else now)
+        slot.promoted = False
         slot.ready_since = now
         slot.failures, slot.cooldown_until, slot.cause = 0, 0.0, None
         self._end_climb(slot)
@@ -201,6 +202,7 @@ class Lifecycle:
             return
         slot.evicted_for = target
         slot.displaced = slot.displaced or (target is not None and slot.spec.preload)
+        slot.pushed_out = target is not None
         slot.unload_after = unload
         slot.sleep_asked = False
         self._move(slot, _S.DRAINING, reason, now)

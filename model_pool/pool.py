@@ -252,6 +252,8 @@ class Pool:
                 slot.restore = True
         self._idling.tick(now)
         wanted = self._planner.replan(now)
+        if not wanted:
+            self._idling.promote(now)
         self._prepared.refill(now, idle=not wanted)
         retry = self._settings.retry_after_seconds
         for ticket in self._desk.overdue(now):
@@ -356,7 +358,7 @@ class Pool:
         """Evict every host of a model that is in one of these states, and forget why it should come back."""
         slots = self._named(model)
         for slot in slots:
-            slot.restore, slot.wanted_since, slot.displaced = False, None, False
+            slot.restore, slot.wanted_since, slot.displaced, slot.pushed_out = False, None, False, False
             if slot.state in states:
                 reason = f"{verb} asked by admin, {slot.in_flight} in flight"
                 self._life.evict(slot, reason, now, unload=verb == "unload")

@@ -325,3 +325,48 @@ def test_who_waits_is_told_state_place_and_time() -> None:
         "high": (S.LOADING, 1, 2, 3.0),
         "low": (S.LOADING, 2, 2, 3.0),
     }
+
+
+# -- idle memory -------------------------------------------------------------------------------------
+
+
+def test_a_model_pushed_out_wakes_when_its_memory_is_idle_again() -> None:
+    w = World({"a": 60, "b": 60}, 100)
+    w.bring_up("a")
+    w.bring_up("b")
+    assert w.state("a") is S.SLEEPING
+    w.tick(1.0)
+    assert w.state("a") is S.SLEEPING, "there is no room"
+    w.pool.ask_unload("b", w.now)
+    w.run()
+    used = w.status("a").last_used
+    w.tick(1.0)
+    call = w.call("wake", "a")
+    w.effects.pending.remove(call)
+    w.pool.on_woken(call.ref, w.report("a", S.READY, last_used=used), w.now)
+    assert w.state("a") is S.READY and w.status("a").last_used == used
+    assert "promoted: needs 50 more bytes, 90 idle" in [event.reason for event in w.effects.events]
+
+
+def test_a_model_put_to_sleep_by_its_keep_alive_or_an_admin_stays_asleep() -> None:
+    w = World({"a": 40, "b": 40}, 100, keep_alive={"a": 5.0})
+    w.bring_up("a")
+    w.put_asleep("b")
+    for _ in range(20):
+        w.tick(1.0)
+        w.run()
+    assert (w.state("a"), w.state("b")) == (S.SLEEPING, S.SLEEPING)
+
+
+def test_a_promoted_model_is_the_next_victim_and_no_model_ping_pongs() -> None:
+    w = World({"a": 60, "b": 60, "c": 30}, 110)
+    w.bring_up("a")
+    w.bring_up("c")
+    w.tick(5.0)
+    w.bring_up("b")
+    assert w.state("a") is S.SLEEPING
+    moves = len(w.effects.calls)
+    for _ in range(10):
+        w.tick(1.0)
+        w.run()
+    assert len(w.effects.calls) == moves
