@@ -161,6 +161,9 @@ class Effects(Protocol):
     def drain(self, ref: HostRef, tickets: tuple[str, ...]) -> None:
         """Finish what it has and these tickets (until they expire), refuse all else → on_drained."""
 
+    def forfeit(self, ref: HostRef, ticket_id: str) -> None:
+        """A draining host need not wait for this ticket: its caller has left. Not answered."""
+
     def sleep(self, ref: HostRef) -> None:
         """Give the memory back, keep the process → on_slept | on_failed."""
 

@@ -194,6 +194,12 @@ class EngineHost:
             await draining.done.wait()
         return None
 
+    async def forfeit(self, ticket: str) -> None:
+        """Draining: this ticket's caller has left; do not wait for it."""
+        if self._draining is not None:
+            self._draining.tickets.discard(ticket)
+            self._look_drained()
+
     async def sleep(self) -> HostPicture | OrchestratorError:
         """Give weights and KV back, and measure what is left."""
         if self._state is S.SLEEPING:

@@ -103,7 +103,10 @@ class Pool:
 
     def on_abandoned(self, ticket_id: str, now: float) -> None:
         """The caller gave up. No answer; a load it caused goes on."""
-        self._desk.drop(ticket_id)
+        placement = self._desk.drop(ticket_id)
+        slot = self._at(placement.host) if placement else None
+        if slot is not None and slot.state is _S.DRAINING:
+            self._effects.forfeit(slot.ref, ticket_id)
 
     def on_redeemed(self, ticket_id: str, now: float) -> None:
         """The request has arrived at its host."""

@@ -38,12 +38,12 @@ class TicketDesk:
         self._waiting[ticket.model][ticket.ticket_id] = ticket
         self._model_of[ticket.ticket_id] = ticket.model
 
-    def drop(self, ticket_id: str) -> None:
-        """Forget a ticket."""
+    def drop(self, ticket_id: str) -> Placement | None:
+        """Forget a ticket; where it was placed, if it was."""
         model = self._model_of.pop(ticket_id, None)
         if model is not None:
             del self._waiting[model][ticket_id]
-        self._placed.pop(ticket_id, None)
+        return self.redeem(ticket_id)
 
     def redeem(self, ticket_id: str) -> Placement | None:
         """Forget a placed ticket; where it was placed. A waiting one waits on: its host died meanwhile."""

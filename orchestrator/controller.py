@@ -239,6 +239,9 @@ class Controller:
     def drain(self, ref: HostRef, tickets: tuple[str, ...]) -> None:
         self._spawn(self._drain(ref, tickets))
 
+    def forfeit(self, ref: HostRef, ticket_id: str) -> None:
+        self._spawn(self._ask_host(ref, "forfeit", ticket_id))
+
     def sleep(self, ref: HostRef) -> None:
         self._spawn(self._sleep(ref))
 

@@ -42,6 +42,7 @@ class FakeEffects:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.forfeited: list[tuple[HostRef, str]] = []
         self.resized: list[tuple[HostRef, bool]] = []
         self.pending: list[Call] = []
         self.resolved: dict[str, list[Placement]] = {}
@@ -70,6 +71,9 @@ class FakeEffects:
 
     def drain(self, ref: HostRef, tickets: tuple[str, ...]) -> None:
         self._ask(Call("drain", ref, tickets))
+
+    def forfeit(self, ref: HostRef, ticket_id: str) -> None:
+        self.forfeited.append((ref, ticket_id))
 
     def sleep(self, ref: HostRef) -> None:
         self._ask(Call("sleep", ref))

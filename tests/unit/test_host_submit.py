@@ -57,3 +57,23 @@ async def test_a_generation_that_the_engine_does_not_know_is_let_go_at_the_secon
     assert host._channels.in_flight == 1  # it may be on its way to the engine
     await host._reconcile()
     await check_drains(host)
+
+
+async def test_a_ticket_that_is_given_up_holds_up_no_drain(host: EngineHost) -> None:
+    drained = asyncio.ensure_future(host.drain(("stays", "leaves")))
+    await asyncio.sleep(0)
+    await host.forfeit("leaves")
+    await asyncio.sleep(0)
+    assert not drained.done(), "the other may still come"
+    await host.forfeit("stays")
+    async with asyncio.timeout(5):
+        assert await drained is None
+
+
+async def test_an_idle_host_says_so_at_once(host: EngineHost) -> None:
+    await host.watch()  # whatever it has to say until now
+    watching = asyncio.ensure_future(host.watch())
+    await asyncio.sleep(0)
+    assert await host.submit("gateway", request("r", [1, 2, 3], 2), None) is None
+    async with asyncio.timeout(0.5):  # not only after a second
+        assert (await watching).report.in_flight == 0

@@ -370,3 +370,18 @@ def test_a_promoted_model_is_the_next_victim_and_no_model_ping_pongs() -> None:
         w.tick(1.0)
         w.run()
     assert len(w.effects.calls) == moves
+
+
+# -- who leaves ----------------------------------------------------------------------------------------
+
+
+def test_a_draining_host_is_told_that_a_ticket_it_waits_for_has_been_given_up() -> None:
+    w = World({"a": 60}, 100)
+    w.demand("stays", "a")
+    w.demand("leaves", "a")
+    w.run()
+    w.pool.ask_sleep("a", w.now)
+    assert set(w.call("drain", "a").tickets) == {"stays", "leaves"}
+    w.pool.on_abandoned("leaves", w.now)
+    w.pool.on_abandoned("unknown", w.now)
+    assert w.effects.forfeited == [(w.ref("a"), "leaves")]
