@@ -20,7 +20,9 @@ from policies.errors import ConfigError, NotReachable, OrchestratorError
 REQUEST_SECONDS = 600.0
 LOAD_SECONDS = 600.0  # how long a model may take to become ready, before anything is timed
 WAIT_SECONDS = 1.0
-WORTH_WAITING = ("model_loading", "queue_full", "tenant_limit", "host_unavailable", "capacity_pinned")
+WORTH_WAITING = (
+    "model_loading", "swap_budget_exceeded", "queue_full", "tenant_limit", "host_unavailable", "capacity_pinned",
+)  # fmt: skip
 PROBE_WORDS = (8, 40)
 SCRAPE_SECONDS = 0.4
 REMOVED_AT_ONCE = 8
