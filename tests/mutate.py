@@ -1,7 +1,7 @@
 """``make mutate``: break the line each scenario test must notice, one by one, and see its test turn red.
 
-Each file of ``tests/scenarios`` has a table ``BREAKS``: test name prefix → (file, text, replacement). The breaks are
-applied to a copy of the tree, never to the tree itself.
+The files of ``tests/scenarios``, and some others, have a table ``BREAKS``: test name prefix → (file, text,
+replacement). The breaks are applied to a copy of the tree, never to the tree itself.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ Break = tuple[str, str, str, str, str]  # test file, test prefix, file, text, re
 
 def all_breaks() -> list[Break]:
     found = []
-    for path in sorted((ROOT / "tests" / "scenarios").glob("test_*.py")):
-        module = importlib.import_module(f"tests.scenarios.{path.stem}")
-        for prefix, change in getattr(module, "BREAKS", {}).items():
-            found.append((f"tests/scenarios/{path.name}", prefix, *change))
+    for path in sorted((ROOT / "tests").glob("*/test_*.py")):
+        if "\nBREAKS" in path.read_text():
+            module = importlib.import_module(f"tests.{path.parent.name}.{path.stem}")
+            name = path.relative_to(ROOT).as_posix()
+            found += [(name, prefix, *change) for prefix, change in module.BREAKS.items()]
     return found
 
 

@@ -20,6 +20,18 @@ from tests.engine_helpers import request, run, save_tiny, scale_values, tiny_lla
 
 LIMITS = EngineLimits(max_model_len=128, block_size=4, step_tokens=32, max_running=4, kv_host_bytes=2**20)
 PROMPT = tuple(range(10, 40))
+BREAKS = {
+    "test_the_second_load": ("engine/torch_engine.py", "recipe.read(self._recipe_file) if", "None if"),
+    "test_a_load_can_end_asleep": ("engine/loader.py", "    loaded.kv.give_back()\n", "    weights.wake()\n"),
+    "test_other_files_limits_or_versions": ("engine/recipe.py", "stamps, limiting, dtype", "dtype"),
+    "test_loaded_asleep_by_a_wrong_recipe": (
+        "engine/torch_engine.py",
+        "            self._forget_recipe()\n            raise",
+        "            raise",
+    ),
+    "test_shapes_seen": ("engine/torch_engine.py", "self.limits, self._recipe.rows)", "self.limits)"),
+    "test_weights_that_the_files_name": ("engine/torch_engine.py", "and not self._weights.private_bytes", ""),
+}
 
 
 @pytest.fixture

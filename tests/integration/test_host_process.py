@@ -20,6 +20,23 @@ from engine.memory import PROCESS_ENVIRONMENT
 from tests.engine_helpers import save_tiny
 
 MIB = 2**20
+BREAKS = {
+    "test_background_load": (
+        "model_pool/host.py",
+        "self._engine = self._loop = self._loaded = None",
+        "self._loop = self._loaded = None",
+    ),
+    "test_a_prepared_process": (
+        "model_pool/host.py",
+        "if self._state is not S.COLD or self._engine",
+        "if False and self._engine",
+    ),
+    "test_everything_a_model": (
+        "engine/process.py",
+        "EngineCore, Weights, Runner, KVMemory,",
+        "EngineCore, Weights, Runner,",
+    ),
+}
 BEGIN = """
     import asyncio, gc, json, sys
     from pathlib import Path

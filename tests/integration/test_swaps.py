@@ -13,6 +13,24 @@ import yaml
 from tests.scenarios.calls import GLOBEX, ask, bring_up, stream, timed
 from tests.service import RunningService, wait_until
 
+BREAKS = {
+    "test_while_a_cold_model_loads": (
+        "orchestrator/serve.py",
+        "background=config.pool.background_load",
+        "background=False",
+    ),
+    "test_who_waits_is_told": ("orchestrator/waiting.py", "progress.state = said(model, wait)", "pass"),
+    "test_a_request_too_hasty": (
+        "orchestrator/gateway.py",
+        "config.deadline_seconds",
+        "lambda _: config.http.deadline_seconds",
+    ),
+    "test_a_load_that_fails_after": (
+        "orchestrator/api/chat.py",
+        'yield b"data: " + orjson.dumps(error.envelope())',
+        'yield b"data: "',
+    ),
+}
 LOAD_SECONDS = 2.0
 HASTY_SECONDS = 1.0
 HALF = {"source": "fake", "memory": "400MiB"}
