@@ -15,22 +15,26 @@ from orchestrator.cli.common import JsonOption, bars, err, out, read_config
 from policies.errors import ConfigError
 
 DEMO_SOURCE = "demo:smollm2-135m-instruct"
+OTHER_SOURCE = "demo:gemma-3-270m"
 
 bench_app = typer.Typer(help="Measure what the service costs.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 SourceOption = Annotated[str, typer.Option("--model", help="A model source, as in a config.")]
+OtherOption = Annotated[str, typer.Option("--other", help="The model that takes turns with it.")]
 PairsOption = Annotated[int, typer.Option(min=1, help="How often both sides are measured; medians are reported.")]
 
 
 @bench_app.command(name="swap", epilog="Example: orchestrator bench swap --json > swap.json")
-def bench_swap(source: SourceOption = DEMO_SOURCE, as_json: JsonOption = False) -> None:
-    """What sleeping, waking and loading a model cost: both sides in one run, as ratios."""
+def bench_swap(
+    source: SourceOption = DEMO_SOURCE, other: OtherOption = OTHER_SOURCE, as_json: JsonOption = False
+) -> None:
+    """What sleeping, waking, switching and loading cost: both sides in one run, as ratios. Takes eight minutes."""
     from orchestrator.bench import swap
 
-    path = _prepared(source)
-    with err.status("measuring"):
-        sections = swap.run(path)
+    path, other_path = _prepared(source), _prepared(other)
+    with err.status("measuring") as status:
+        sections = swap.run(path, other_path, lambda what: status.update(escape(what)))
     _show("swap", sections, as_json)
 
 

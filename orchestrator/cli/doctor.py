@@ -13,6 +13,7 @@ import httpx
 import psutil
 from rich.markup import escape
 
+from orchestrator import holders
 from orchestrator.cli.app import app
 from orchestrator.cli.common import ConfigOption, JsonOption, KeyOption, UrlOption, admin, out, read_config, run_file
 from orchestrator.cluster import check_port
@@ -42,7 +43,7 @@ MARKS = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "BAD": "[
 def doctor(
     config: ConfigOption = None, url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
 ) -> None:
-    """Look at Python, torch, threads, memory, Redis, disk, ports and the cache; exit code 1 if anything is wrong.
+    """Look at Python, torch, threads, memory and its holders, Redis, disk, ports, cache; exit code 1 if any is wrong.
 
     Where a service runs, also at what its engines do: what is concluded from that is a warning.
     """
@@ -69,7 +70,9 @@ def _findings(config: Config) -> Iterator[Finding]:
         yield _package(package)
     cores = len(os.sched_getaffinity(0))
     yield Finding("cores", cores >= 2, f"{cores} usable", "give the service at least 2 cores")
-    yield _memory(config)
+    available, ours, budget = _sizes(config)
+    yield _memory(available, ours, budget)
+    yield from _holders(config, available, budget)
     yield _disk(config)
     yield _redis(config)
     yield _port(config)
@@ -83,11 +86,15 @@ def _package(name: str) -> Finding:
         return Finding(name, False, "not installed", "make install")
 
 
-def _memory(config: Config) -> Finding:
+def _sizes(config: Config) -> tuple[int, int, int]:
+    """Bytes: available to a service here, how many of them a running one holds, and what the CPU devices may hold."""
     service = run_file().get("pid")
     ours = _held() if service and psutil.pid_exists(service) else 0
-    available = psutil.virtual_memory().available + ours
     budget = sum(int(device.memory) for device in config.devices if device.kind == "cpu")
+    return psutil.virtual_memory().available + ours, ours, budget
+
+
+def _memory(available: int, ours: int, budget: int) -> Finding:
     held = f" ({ours / 2**20:,.0f} of it held by the running service)" if ours else ""
     said = f"{available / 2**20:,.0f} MiB available{held}, the config's CPU devices may hold {budget / 2**20:,.0f} MiB"
     return Finding("memory", available >= budget, said, "lower devices[].memory")
@@ -100,6 +107,15 @@ def _held() -> int:
     except OrchestratorError:
         return 0
     return sum(int(device["held_bytes"]) for device in devices)
+
+
+def _holders(config: Config, available: int, budget: int) -> Iterator[Finding]:
+    """Processes that hold what is ours by now, or what we count on."""
+    picture, found = holders.settled(lambda: holders.look(config.state_dir, available, budget))
+    for one in found:
+        yield Finding("holders", False, one.said, one.fix, one.warning)
+    if not found:
+        yield Finding("holders", True, holders.summary(picture))
 
 
 def _disk(config: Config) -> Finding:
