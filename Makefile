@@ -31,6 +31,7 @@ accept: install
 	$(BIN)/python -m tests.acceptance.main_job
 	$(BIN)/python -m tests.acceptance.two_gateways
 	$(BIN)/python -m tests.acceptance.checkpoint
+	$(BIN)/python -m tests.acceptance.swap_storm
 	$(BIN)/python -m tests.acceptance.context_storm
 	$(BIN)/python -m tests.acceptance.context_storm --window 20
 

@@ -171,6 +171,7 @@ class Lifecycle:
         slot.in_flight = report.in_flight
         slot.last_used = max(slot.last_used, report.last_used, 0.0 if slot.promoted else now)
         slot.promoted = False
+        slot.dwells = self._desk.waiting(slot.name) > 0
         slot.ready_since = now
         slot.failures, slot.cooldown_until, slot.cause = 0, 0.0, None
         self._end_climb(slot)

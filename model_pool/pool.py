@@ -119,6 +119,9 @@ class Pool:
     # --- outcomes
 
     def on_warming(self, ref: HostRef, now: float) -> None:
+        slot = self._at(ref)
+        if slot is not None and slot.state is _S.WARMING:  # said with every report
+            return
         if slot := self._expect(ref, "warming", now, _S.LOADING):
             self._life.warming(slot, now)
 

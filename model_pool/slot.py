@@ -66,6 +66,7 @@ class Slot:
     heard: bool = False  # LOADING: its process has said something
     displaced: bool = False  # a default model that made room for another; the admin did not put it down
     pushed_out: bool = False  # asleep because another wanted its memory: it wakes when there is memory to spare
+    dwells: bool = True  # somebody waited for it to be ready: not put to sleep for another at once
     promoted: bool = False  # woken so; nobody has asked for it, so that it is no less a victim than before
     asked_keep_alive_seconds: float | None = None  # by its last request
     last_decision: str = ""  # said already

@@ -222,6 +222,6 @@ class Views:
             pinned=slot.pinned,
             waiting=self._desk.waiting(slot.name),
             tier=slot.tier,
-            min_resident_seconds=slot.spec.min_resident_seconds,
+            min_resident_seconds=slot.spec.min_resident_seconds if slot.dwells else 0.0,
             process_bytes=slot.process_bytes,
         )

@@ -10,10 +10,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, TaskCancelledError
 
 from engine.protocol import GenerationRequest, Output
 from model_pool.effects import HostRef, Placement, RoutingTable
+from orchestrator.detached import start_detached
 from orchestrator.links import Links, Stream
 from orchestrator.progress import Progress
 from orchestrator.waiting import WaitingRoom
@@ -84,6 +85,7 @@ class Generator:
         self._routes = routes
         self._deadline_seconds = deadline_seconds
         self._room = WaitingRoom(controller)
+        self._abandoning: set[asyncio.Task[None]] = set()
 
     async def outputs(self, request: GenerationRequest, model: str, progress: Progress) -> AsyncGenerator[Output]:
         """The outputs of a generation, contiguous over host deaths; ends after a final one or raises.
@@ -140,7 +142,7 @@ class Generator:
                 await self._went_wrong(ref, error, deadline, refused)
                 refused = True
                 continue
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, RayError):
                 self._abandon(ticket)
                 raise
             progress.hosts.append(ref.name)
@@ -148,9 +150,18 @@ class Generator:
             return stream
 
     def _abandon(self, ticket: str | None) -> None:
-        """A placement we do not use: kept, it would hold up the draining of its host, or of that host's successor."""
+        """A placement we do not use: kept, it would hold up the draining of its host, or of that host's successor.
+
+        Detached: Ray cancels what a cancelled request has sent, this too.
+        """
         if ticket is not None:
-            self._controller.abandon.remote(ticket)
+            task = start_detached(self._send_abandon(ticket))
+            self._abandoning.add(task)
+            task.add_done_callback(self._abandoning.discard)
+
+    async def _send_abandon(self, ticket: str) -> None:
+        with contextlib.suppress(RayError):  # a dead controller has forgotten it
+            await self._controller.abandon.remote(ticket)
 
     async def _went_wrong(self, ref: HostRef, error: OrchestratorError, deadline: float, again: bool) -> None:
         if time.time() >= deadline:
@@ -168,7 +179,11 @@ class Generator:
         """Wait for the controller's placement; the load goes on when we leave."""
         ticket = f"{request.request_id}/{request.generation}/{uuid.uuid4().hex[:8]}"
         with self._room.told(ticket, model, progress):
-            return await self._placed(ticket, model, request, deadline)
+            try:
+                return await self._placed(ticket, model, request, deadline)
+            except BaseException:  # however we leave: a ticket nobody redeems holds up the draining of its host
+                self._abandon(ticket)
+                raise
 
     async def _placed(self, ticket: str, model: str, request: GenerationRequest, deadline: float) -> Placement:
         while True:
@@ -176,8 +191,7 @@ class Generator:
                 answer: Placement | OrchestratorError = await self._controller.ensure_ready.remote(
                     ticket, model, request.arrival, deadline, request.tier
                 )
-            except asyncio.CancelledError:
-                self._controller.abandon.remote(ticket)
+            except TaskCancelledError:  # Ray cancels the call first, and it says so before we hear of it
                 raise
             except RayError as error:  # between a controller's death and its successor
                 if time.time() >= deadline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 from policies.ordering import tier_then_arrival
 from policies.types import DemandView, HostView, ModelState, PoolView
 
+PROCESS_SECONDS = 3.0  # that a process takes to start
 WORTH_DEEPER = 4  # letting go of a sleeping model must free a fourth of what is short
 ASLEEP = (ModelState.SLEEPING, ModelState.DEEP_SLEEP)
 GIVING_BACK = (ModelState.DRAINING, ModelState.UNLOADING)  # their bytes come back without a new decision
@@ -66,6 +67,7 @@ class _Room:
     coming: int  # being given back
     spare: int  # what may be taken now without taking it from the demand room is being made for
     target: str | None = None  # the demand room is being made for
+    later: dict[str, int] = field(default_factory=dict)  # of ``spare``: what hosts will give back for the target
     started: set[str] = field(default_factory=set)  # models this plan starts: asleep a moment ago, no victims now
 
 
@@ -111,7 +113,8 @@ class Lru:
             room.spare -= extra
             said = f"needs {extra} more bytes, and tries again when {room.coming} being freed on {view.device} are free"
             return [Action(ActionKind.WAIT, demand.model, said)]
-        if extra <= min(room.free, room.spare):
+        spare = room.spare - room.later.get(demand.host, 0)  # what it holds itself it does not give back by starting
+        if extra <= min(room.free, spare):
             reason = (
                 f"needs {extra} more bytes, {room.free} of {view.budget_bytes} free on {view.device}, "
                 f"{demand.waiting} waiting"
@@ -120,7 +123,7 @@ class Lru:
             room.spare -= extra
             room.started.add(demand.model)
             return [Action(ActionKind.START, demand.model, reason)]
-        if demand.start_bytes is not None and demand.start_bytes <= min(room.free, room.spare):
+        if demand.start_bytes is not None and demand.start_bytes <= min(room.free, spare):
             room.free -= demand.start_bytes
             room.spare -= demand.start_bytes
             reason = (
@@ -145,8 +148,11 @@ class Lru:
         if victims:
             room.spare = room.free + room.coming + sum(victim.freed_bytes for victim in victims) - extra
             return [_evict(victim, demand, view, f"{said}: short by {shortage}") for victim in victims]
-        later = sum(h.resident_bytes + h.residual_bytes for h in others if h.state not in GIVING_BACK)
-        room.spare = room.free + room.coming + later - extra
+        room.spare = room.free + room.coming - extra
+        if shortage > 0:  # what it waits for is none of those bytes, and others may have them meanwhile
+            later = [host for host in others if host.state not in GIVING_BACK]
+            room.later = {host.host: host.resident_bytes + host.residual_bytes for host in later}
+            room.spare += sum(room.later.values())
         if shortage > 0:
             said += f": short by {shortage}, {_why_not(view, others)}"
         return [Action(ActionKind.WAIT, demand.model, said)]
@@ -207,9 +213,20 @@ def _choose(view: PoolView, others: Sequence[HostView], shortage: int) -> tuple[
         before = chosen.get(step.host.host)
         freed += step.freed_bytes - (before.freed_bytes if before else 0)
         chosen[step.host.host] = step
-    if freed < shortage:
+    if freed < shortage or _soon_without_ending(view, others, chosen, shortage):
         return ()
     return _prune(tuple(chosen.values()), freed - shortage)
+
+
+def _soon_without_ending(
+    view: PoolView, others: Sequence[HostView], chosen: Mapping[str, _Victim], shortage: int
+) -> bool:
+    """Would waiting for a minimum residence spare a process that is to end? To start it again takes longer."""
+    if all(victim.kind is not ActionKind.UNLOAD for victim in chosen.values()):
+        return False
+    soon = view.now + PROCESS_SECONDS
+    ready = [h for h in others if h.state is ModelState.READY and h.ready_since + _dwell(view, h) <= soon]
+    return sum(host.resident_bytes for host in ready) >= shortage
 
 
 def _freed_by_deep_sleep(host: HostView) -> int:

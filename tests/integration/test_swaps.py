@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 import yaml
 
-from tests.scenarios.calls import GLOBEX, ask, bring_up, stream, timed
+from tests.scenarios.calls import ACME, GLOBEX, ask, bring_up, stream, timed
 from tests.service import RunningService, wait_until
 
 BREAKS = {
@@ -24,6 +27,11 @@ BREAKS = {
         "orchestrator/gateway.py",
         "config.deadline_seconds",
         "lambda _: config.http.deadline_seconds",
+    ),
+    "test_a_crowd_that_leaves": (
+        "orchestrator/generation.py",
+        "                self._abandon(ticket)\n                raise\n\n    async def _placed",
+        "                raise\n\n    async def _placed",
     ),
     "test_a_load_that_fails_after": (
         "orchestrator/api/chat.py",
@@ -111,6 +119,32 @@ def test_a_request_too_hasty_for_a_swap_is_refused_at_once_and_a_retry_finds_the
     assert LOAD_SECONDS <= int(refused.response.headers["retry-after"]) <= 10 * LOAD_SECONDS
     wait_until(lambda: service.model("there")["state"] == "ready", 20, "it came up although nobody waited")
     assert timed(service, "there", headers=GLOBEX).response.status_code == 200
+
+
+def test_a_crowd_that_leaves_while_it_waits_holds_up_no_sleep(service: RunningService) -> None:
+    draw = random.Random(3)
+
+    async def crowd() -> list[int | None]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+            return await asyncio.gather(*(one(client, draw.uniform(0.02, 1.5 * LOAD_SECONDS)) for _ in range(40)))
+
+    async def one(client: httpx.AsyncClient, patience: float) -> int | None:
+        body = {"model": "there", "messages": [{"role": "user", "content": "x"}], "stream": draw.random() < 0.5}
+        try:
+            async with asyncio.timeout(patience):
+                return (await client.post(f"{service.url}/v1/chat/completions", json=body, headers=ACME)).status_code
+        except TimeoutError:
+            return None
+
+    for _ in range(2):
+        statuses = asyncio.run(crowd())
+        assert statuses.count(None) > 5 and set(statuses) <= {200, None}
+        wait_until(lambda: service.model("there")["state"] == "ready", 20, "there is ready")
+        service.operate("there", "sleep")
+        wait_until(lambda: service.model("there")["state"] == "sleeping", 5, "no ticket is waited for (10 s)")
+        service.operate("there", "unload")
+        wait_until(lambda: service.model("there")["state"] == "cold", 20, "there is cold")
 
 
 def test_a_load_that_fails_after_the_headers_is_an_error_event_and_nothing_like_success(

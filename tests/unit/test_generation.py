@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from ray.exceptions import TaskCancelledError
 
 from engine.protocol import GenerationRequest, Output, SamplingParams
 from model_pool.effects import HostRef, Placement, RoutingEntry, RoutingTable
@@ -30,10 +32,18 @@ class FakeController:
         self.suspected: list[HostRef] = []
         self.ensure_ready = Remote(self._ensure_ready)
         self.suspect = Remote(self._suspect)
+        self.abandon = Remote(self._abandon)
+        self.abandoned: list[str] = []
 
     async def _ensure_ready(self, *args: Any) -> Any:
         self.tickets.append(args)
-        return self.answers.pop(0)
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException) and not isinstance(answer, OrchestratorError):
+            raise answer
+        return answer
+
+    async def _abandon(self, ticket: str) -> None:
+        self.abandoned.append(ticket)
 
     async def _suspect(self, ref: HostRef) -> None:
         self.suspected.append(ref)
@@ -68,7 +78,7 @@ class FakeLinks:
             async def submit(self, request: GenerationRequest, ticket: str | None) -> FakeStream:
                 links.submitted.append((ref, request, ticket))
                 answer = links.script[ref].pop(0)
-                if isinstance(answer, OrchestratorError):
+                if isinstance(answer, BaseException):
                     raise answer
                 return FakeStream(ref, answer)
 
@@ -134,3 +144,23 @@ def _now() -> float:
     import time
 
     return time.time()
+
+
+@pytest.mark.parametrize("cut", [asyncio.CancelledError(), TaskCancelledError(None)], ids=["ours", "Ray's"])
+async def test_a_request_cancelled_while_it_waits_gives_its_ticket_up(cut: BaseException) -> None:
+    controller = FakeController(cut)
+    with pytest.raises(type(cut)):
+        await run(controller, FakeLinks({}), routes(), _now())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert controller.abandoned == [controller.tickets[0][0]]
+
+
+async def test_a_placement_whose_submit_is_cut_off_is_given_up() -> None:
+    controller = FakeController(Placement("x", A, 0.0))
+    links = FakeLinks({A: [TaskCancelledError(None)]})
+    with pytest.raises(TaskCancelledError):
+        await run(controller, links, routes(), _now())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert controller.abandoned == ["x"]

@@ -7,6 +7,15 @@ from policies.types import DemandView, HostView, ModelState, PoolView, Tier
 
 S = ModelState
 K = ActionKind
+BREAKS = {
+    "test_bytes_on_their_way": ("policies/residency.py", "if shortage > 0:  # what", "if True:  # what"),
+    "test_a_sleeper_does_not": ("policies/residency.py", "room.spare - room.later.get(demand.host, 0)", "room.spare"),
+    "test_a_short_minimum": (
+        "policies/residency.py",
+        "or _soon_without_ending(view, others, chosen, shortage)",
+        "or False",
+    ),
+}
 
 
 def host(model: str, resident: int = 40, residual: int = 5, **changes: object) -> HostView:
@@ -130,3 +139,27 @@ def test_a_committed_demand_owns_the_next_bytes() -> None:
 def test_loading_hosts_are_no_victims() -> None:
     (wait,) = plan(host("a", 80, 5, state=S.LOADING), want("c", 45))
     assert (wait.kind, "waiting for a" in wait.reason) == (K.WAIT, True)
+
+
+def test_bytes_on_their_way_to_a_demand_are_not_lent_to_another() -> None:
+    going = host("going", 60, 0, state=S.DRAINING)
+    sleeper = host("next", 0, 20, state=S.SLEEPING)
+    asked = (
+        want("first", 80, arrival=1.0),
+        want("next", 35, arrival=2.0),
+    )  # 20 free, 60 coming: all of it is spoken for
+    assert short(going, sleeper, *asked) == [(K.WAIT, "first"), (K.WAIT, "next")]
+
+
+def test_a_sleeper_does_not_borrow_on_its_own_residual() -> None:
+    dwelling = host("young", 60, 0, ready_since=99.9)
+    sleeper = host("next", 0, 30, state=S.SLEEPING)
+    asked = (want("first", 80, arrival=1.0), want("next", 38, arrival=2.0, host="host:next:0"))
+    assert short(dwelling, sleeper, *asked, dwell=20.0) == [(K.WAIT, "first"), (K.WAIT, "next")]
+
+
+def test_a_short_minimum_residence_is_waited_out_before_a_process_ends() -> None:
+    young, sleeper = host("young", 50, 5, ready_since=99.5), host("old", 0, 40, state=S.SLEEPING)
+    asked = want("new", 40)
+    assert short(young, sleeper, asked, dwell=1.0) == [(K.WAIT, "new")]
+    assert short(young, sleeper, asked, dwell=30.0) == [(K.UNLOAD, "old")], "half a minute is longer than a load"

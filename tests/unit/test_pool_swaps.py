@@ -442,3 +442,15 @@ def test_a_draining_host_is_told_that_a_ticket_it_waits_for_has_been_given_up() 
     w.pool.on_abandoned("leaves", w.now)
     w.pool.on_abandoned("unknown", w.now)
     assert w.effects.forfeited == [(w.ref("a"), "leaves")]
+
+
+def test_a_model_that_nobody_waited_for_is_not_protected_from_those_who_wait() -> None:
+    w = World({"a": 60, "b": 60}, 100, min_resident_seconds=10.0)
+    w.put_asleep("b")
+    w.pool.ask_load("a", w.now)
+    w.run()
+    w.demand("t", "b")
+    assert w.state("a") is S.DRAINING
+    w.run()
+    w.demand("u", "a")
+    assert w.state("b") is S.READY, "t waited for it: it stays ten seconds"
