@@ -78,6 +78,11 @@ class ThreadGovernor:
             self._alone_until = time.monotonic() + self._pause_seconds
 
 
+def threads_to_try(measured: int) -> int:
+    """What an earlier load has measured; one alone may be a busy moment's word: all are tried, the governor decides."""
+    return measured if measured > 1 else len(os.sched_getaffinity(0))
+
+
 def choose_threads(step: Callable[[], object], limit: int | None = None) -> int:
     """One thread, or all cores if ``step`` runs clearly faster with them now; sets the count.
 

@@ -13,7 +13,7 @@ import torch
 
 from engine import canary, penalties, recipe, sampler
 from engine import device as machine
-from engine.canary import decoding, warm_up
+from engine.canary import warm_up
 from engine.core import EngineCore
 from engine.device import ThreadGovernor
 from engine.loader import Loaded, Order, load_known, load_model
@@ -57,7 +57,8 @@ class TorchEngine(EngineCore):
         if loaded is None:
             loaded = self._load_first(order)
         self.limits = loaded.limits
-        self._governor = ThreadGovernor(loaded.recipe.threads)
+        threads = loaded.recipe.threads
+        self._governor = ThreadGovernor(threads if known is None else machine.threads_to_try(threads))
         self._rows: Counter[int] = Counter(dict.fromkeys(loaded.recipe.rows, 1))
         self._begin(loaded.report, loaded.tokenizer, loaded.eos_token_ids, loaded.vocabulary)
         return loaded.report
@@ -95,16 +96,11 @@ class TorchEngine(EngineCore):
         self._recipe = loaded.recipe
 
     def _warm(self) -> None:
-        """Also finds out what a load by recipe does not know, or only from a busy moment."""
+        """A first load also finds out the canary's answer."""
         warm_up(self._runner, self._kv, self.limits, self._recipe.rows)
-        found = self._recipe
-        if self.device == "cpu" and found.threads == 1:
-            threads = machine.choose_threads(decoding(self._runner, self._kv, self.limits))
-            found = replace(found, threads=threads)
-            self._governor = ThreadGovernor(threads)
-        if not found.canary:
-            found = replace(found, canary=canary.answer(self._runner, self._kv, self.limits))
-        self._keep_recipe(found)
+        if not self._recipe.canary:
+            said = canary.answer(self._runner, self._kv, self.limits)
+            self._keep_recipe(replace(self._recipe, canary=said))
         trim()  # what measuring and warming up have used once
 
     def _canary(self) -> None:
