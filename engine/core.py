@@ -105,6 +105,10 @@ class EngineCore(ABC):
     def _move(self, moves: Sequence[Move]) -> None:
         """Copy KV blocks between device and host memory, in this order; RuntimeError, MemoryError or OSError."""
 
+    @abstractmethod
+    def lend_core(self, lent: bool) -> None:
+        """Compute with one thread less, or with all again: another model loads on this machine."""
+
     def _begin(self, report: LoadReport, decoder: Decoder, eos: frozenset[int], vocabulary: int) -> None:
         self.report = report
         self._decoder, self._eos, self._vocabulary = decoder, eos, vocabulary

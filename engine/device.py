@@ -49,6 +49,8 @@ class ThreadGovernor:
 
     A step is contended when its process got clearly less CPU time than its threads could have used: spinning at a
     barrier counts as CPU time, waiting for a lost core does not. After ``pause_seconds`` all threads are tried again.
+    While a core is ``lent``, one thread less computes: a load at the lowest priority, which never takes the CPU from
+    anybody, would starve beside threads that spin.
     """
 
     def __init__(self, threads: int, *, contended_steps: int = 3, pause_seconds: float = 10.0) -> None:
@@ -57,21 +59,23 @@ class ThreadGovernor:
         self._pause_seconds = pause_seconds
         self._contended = 0
         self._alone_until = 0.0
+        self.lent = False
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around one step; sets the thread count for it."""
         wall, cpu = time.monotonic(), time.process_time()
-        threads = 1 if wall < self._alone_until else self._threads
+        most = max(1, self._threads - self.lent)
+        threads = 1 if wall < self._alone_until else most
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         yield
         if threads > 1:
-            self.took(time.monotonic() - wall, time.process_time() - cpu)
+            self.took(time.monotonic() - wall, time.process_time() - cpu, threads)
 
-    def took(self, wall_seconds: float, cpu_seconds: float) -> None:
-        """Judge a step of all threads."""
-        share = cpu_seconds / (wall_seconds * self._threads) if wall_seconds > 0 else 1.0
+    def took(self, wall_seconds: float, cpu_seconds: float, threads: int) -> None:
+        """Judge a step of several threads."""
+        share = cpu_seconds / (wall_seconds * threads) if wall_seconds > 0 else 1.0
         self._contended = self._contended + 1 if share < CONTENDED_SHARE else 0
         if self._contended >= self._contended_steps:
             self._contended = 0

@@ -129,6 +129,9 @@ class FakeEngine(EngineCore):
     def _move(self, moves: Sequence[Move]) -> None:
         """There is no KV."""
 
+    def lend_core(self, lent: bool) -> None:
+        """It computes nothing."""
+
     def _content_bytes(self) -> int:
         return BLOCK_BYTES
 

@@ -241,6 +241,9 @@ class Engine(Protocol):
     def resize_kv(self, num_bytes: int) -> int:
         """Let the KV pool hold so many bytes of the device, up to what the load gave it; the bytes it has now."""
 
+    def lend_core(self, lent: bool) -> None:
+        """Compute with one thread less, or with all again: another model loads on this machine."""
+
     def forget_session(self, session: str) -> int:
         """Drop the KV that only this session's turns left, on every tier; how many blocks there were."""
 

@@ -120,6 +120,9 @@ class TorchEngine(EngineCore):
         if self._recipe_file is not None:
             self._recipe_file.unlink(missing_ok=True)
 
+    def lend_core(self, lent: bool) -> None:
+        self._governor.lent = lent
+
     def _compute(self, chunks: Sequence[Chunk]) -> list[Choice | None]:
         self._rows[sum(chunk.count for chunk in chunks)] += 1
         with self._governor.step():

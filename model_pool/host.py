@@ -251,6 +251,11 @@ class EngineHost:
         self._move(S.DEEP_SLEEP)
         return await self.picture()
 
+    async def lend_core(self, lent: bool) -> None:
+        """A load runs on this machine, or none any more."""
+        if self._loop is not None:
+            await self._call(lambda engine: engine.lend_core(lent))
+
     async def resize_kv(self, full: bool) -> OrchestratorError | None:
         """Let the KV pool have all that was promised, or no more than it needs now."""
         try:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,6 +103,7 @@ class Controller:
         self._events: deque[PoolEvent] = deque(maxlen=EVENTS_KEPT)
         self._metrics = ControllerMetrics()
         self._name = f"controller-{os.getpid()}"
+        self._loading = 0  # loads that run now
         self._ending: dict[HostRef, tuple[Any, HostPicture | None]] = {}  # killed, and not seen gone yet
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pool = Pool(
@@ -300,7 +301,8 @@ class Controller:
 
     async def _load(self, ref: HostRef, begin: float, *, asleep: bool) -> None:
         try:
-            answer = await self._actors[ref].load.remote(asleep)
+            with self._cores_lent():
+                answer = await self._actors[ref].load.remote(asleep)
         except (RayError, KeyError) as error:
             self._pool.on_failed(ref, LoadFailed(f"its process ended: {_said(error)}"), time.time())
             return
@@ -310,6 +312,21 @@ class Controller:
         self._count(ref.model, "background" if asleep else "load", time.time() - begin)
         self._took(ref, answer)
         self._pool.on_loaded(ref, answer.report, time.time())
+
+    @contextlib.contextmanager
+    def _cores_lent(self) -> Iterator[None]:
+        """While a load runs, the hosts that compute leave it a core: it has the lowest priority."""
+        self._loading += 1
+        self._lend_cores(self._loading > 0)
+        try:
+            yield
+        finally:
+            self._loading -= 1
+            self._lend_cores(self._loading > 0)
+
+    def _lend_cores(self, lent: bool) -> None:
+        for ref in self._actors:
+            self._spawn(self._ask_host(ref, "lend_core", lent))
 
     async def _prepare(self, ref: HostRef) -> None:
         try:
@@ -429,6 +446,7 @@ class Controller:
 
     async def _begin(self) -> None:
         await self._adopt()
+        self._lend_cores(False)  # our predecessor may have died in a load
         if not self._actors:  # else we are a successor: what is resident now is what was wanted since
             for model in self._plan.preload:
                 self._pool.ask_load(model, time.time())
