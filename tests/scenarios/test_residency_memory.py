@@ -49,7 +49,7 @@ BREAKS = {
         "if not waking:\n            self.ask_unload",
         "if not waking:\n            self._ledger.release(slot.ref.name)\n            self.ask_unload",
     ),
-    "test_R29_bytes": ("policies/residency.py", "if extra <= min(room.free, room.spare):", "if True:"),
+    "test_R29_bytes": ("policies/residency.py", "if extra <= min(room.free, spare):", "if True:"),
     "test_R29_a_load": (
         "model_pool/lifecycle.py",
         "self.fail(slot, error, now, gone=True)\n            return",
