@@ -6,7 +6,6 @@ Methods answer with an OrchestratorError as a value instead of raising it: Ray w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
@@ -99,7 +98,7 @@ class EngineHost:
         self._born = psutil.Process().create_time()
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         self._stats = EngineStats()
-        self._stats_at = 0.0  # monotonic
+        self._looked_at = time.monotonic()
         self._residual_bytes = 0
         self._process_bytes: int | None = None  # with everything imported and no model
         self._in_background = False
@@ -332,11 +331,13 @@ class EngineHost:
     async def watch(self) -> HostPicture:
         """The picture, after the next change of state, the end of the last generation, or ``REPORT_SECONDS``."""
         self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), REPORT_SECONDS)
-        if self._state in (S.READY, S.DRAINING) and time.monotonic() - self._stats_at >= REPORT_SECONDS:
-            self._stats = await self._call(lambda engine: engine.stats())
-            self._stats_at = time.monotonic()
+        due = self._looked_at + REPORT_SECONDS - time.monotonic()
+        try:
+            await asyncio.wait_for(self._changed.wait(), max(0.0, due))
+        except TimeoutError:  # looked at by the clock: at the end of generations it would always be idle
+            self._looked_at = time.monotonic()
+            if self._state in (S.READY, S.DRAINING):
+                self._stats = await self._call(lambda engine: engine.stats())
         return await self.picture()
 
     async def snapshot(self) -> EngineSnapshot | OrchestratorError:
