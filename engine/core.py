@@ -106,6 +106,10 @@ class EngineCore(ABC):
         """Copy KV blocks between device and host memory, in this order; RuntimeError, MemoryError or OSError."""
 
     @abstractmethod
+    def _distrust(self) -> None:
+        """What this load went by was wrong: the next one must not."""
+
+    @abstractmethod
     def lend_core(self, lent: bool) -> None:
         """Compute with one thread less, or with all again: another model loads on this machine."""
 
@@ -178,12 +182,15 @@ class EngineCore(ABC):
             if not self._warmed:  # it was loaded asleep
                 self._warm()
                 self._warmed = True
-        except (RuntimeError, MemoryError) as error:
-            self._give_back()
-            raise OutOfMemory(f"not enough memory to wake: {error}") from error
         except EngineError:
             self._give_back()
             raise
+        except Exception as error:  # boundary: whatever a wake raises leaves it asleep
+            self._give_back()
+            if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and self._is_short(error)):
+                raise OutOfMemory(f"not enough memory to wake: {error}") from error
+            self._distrust()
+            raise EngineError(f"it does not wake: {type(error).__name__}: {error}") from error
         self._awake = True
         return WakeReport(copied - begin, time.monotonic() - copied)
 
@@ -209,6 +216,10 @@ class EngineCore(ABC):
         self._carrier.carry_out_or_drop(self._kv_cache.planned_moves())
         self._keep_memory(self._kv_cache.pool.end)
         return blocks * self._block_bytes
+
+    def _is_short(self, error: RuntimeError) -> bool:
+        """Of memory? torch has no other class for it on the CPU. One that has woken before has no other reason."""
+        return self._warmed or "allocate" in str(error)
 
     # -- generations -------------------------------------------------------------
 

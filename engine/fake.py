@@ -129,6 +129,9 @@ class FakeEngine(EngineCore):
     def _move(self, moves: Sequence[Move]) -> None:
         """There is no KV."""
 
+    def _distrust(self) -> None:
+        """It goes by nothing."""
+
     def lend_core(self, lent: bool) -> None:
         """It computes nothing."""
 

@@ -110,6 +110,9 @@ class TorchEngine(EngineCore):
             self._forget_recipe()
             raise
 
+    def _distrust(self) -> None:
+        self._forget_recipe()
+
     def _keep_recipe(self, found: Recipe) -> None:
         """Not for weights that the files do not hold as the model has them: those must be computed by a whole load."""
         if self._recipe_file is not None and found != self._recipe and not self._weights.private_bytes:

@@ -225,10 +225,11 @@ class EngineHost:
         except HostUnavailable as error:
             self._move(S.SLEEPING)
             return error
-        except EngineError as error:  # a wrong canary: these weights must not answer anybody
-            self._cause = error
+        except Exception as error:  # noqa: BLE001 — a wrong canary, or worse: these weights must not answer anybody
+            wrong = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+            self._cause = wrong
             self._move(S.QUARANTINED)
-            return error
+            return wrong
         self._move(S.READY)
         return await self.picture()
 

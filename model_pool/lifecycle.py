@@ -21,6 +21,7 @@ from policies.errors import DoesNotFit, LoadFailed, OrchestratorError
 from policies.types import ModelState, check_edge
 
 _S = ModelState
+_HALF_DEAD = (_S.COLD, _S.FAILED, _S.LOST, _S.QUARANTINED)
 _WAKE_FAILURES_LIMIT = 2  # then the process is ended and the next try is a cold load
 
 
@@ -132,11 +133,11 @@ class Lifecycle:
     def staged(self, slot: Slot, report: HostReport, now: float) -> None:
         """Loaded asleep, or as far as a first load can be: from here it is started like any other that sleeps."""
         slot.staging = False
-        slot.load_seconds = now - slot.asked_at
         slot.process_bytes = report.process_bytes
         if report.state is _S.SLEEPING:
             slot.residual_bytes = report.residual_bytes
-        said = f"loaded in the background in {slot.load_seconds:.1f} s, keeps {report.residual_bytes} bytes"
+            slot.load_seconds = now - slot.asked_at
+        said = f"loaded in the background in {now - slot.asked_at:.1f} s, keeps {report.residual_bytes} bytes"
         try:
             self._ledger.settle(slot.ref.name, report.residual_bytes, residual=True)
         except DoesNotFit as error:
@@ -413,12 +414,15 @@ class Lifecycle:
         slot.process_bytes = report.process_bytes
         if slot.staging:
             held[state] = slot.residual_bytes
+        if state in _HALF_DEAD:  # it ends; what its process may hold is booked until it is gone, if there is room
+            held[state] = min(slot.residual_bytes, self._ledger.free_bytes(device))
         try:
             self._ledger.book(ref.name, device, held.get(state, max(measured, slot.spec.memory_bytes)))
             reason = f"found {state} with {self._ledger.held_bytes(ref.name)} bytes on {device}"
         except DoesNotFit as error:
+            self._ledger.book(ref.name, device, self._ledger.free_bytes(device))  # nobody else gets what it holds
             state, reason = _S.UNLOADING, f"found {state}, but {error}"
-        if state in (_S.COLD, _S.FAILED, _S.LOST, _S.QUARANTINED):
+        if state in _HALF_DEAD:
             state = _S.UNLOADING
         if state in (_S.READY, _S.DRAINING):
             slot.memory_bytes = measured

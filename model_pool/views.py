@@ -135,7 +135,8 @@ class Views:
                 known = slot.wake_seconds
             case _:
                 return None
-        return None if known is None else max(0.0, known - (now - slot.asked_at))
+        left = None if known is None else known - (now - slot.asked_at)
+        return left if left is None or left > 0 else None  # it takes longer this time
 
     def _rank(self, demand: DemandView, now: float) -> tuple[int, float]:
         return tier_then_arrival(demand.best_tier, demand.oldest_arrival, now, self._settings.aging_seconds)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from engine.disk import DiskStore
 from model_pool import prepared
@@ -25,6 +25,7 @@ from model_pool.host import NAMESPACE, HostPicture, HostSpec, start_host, start_
 from model_pool.ledger import DeviceBooks
 from model_pool.pool import Pool
 from model_pool.slot import PoolSettings
+from model_pool.states import NEAREST_FIRST
 from orchestrator.aggregator import push
 from orchestrator.detached import start_detached
 from orchestrator.logs import event_logger
@@ -454,7 +455,8 @@ class Controller:
         self._spawn(self._tick())
 
     async def _adopt(self) -> None:
-        """Take over the hosts that outlived our predecessor."""
+        """Take over the hosts that outlived our predecessor; those that serve first: nothing may cost them a place."""
+        found: list[tuple[Any, HostPicture]] = []
         for entry in ray.util.list_named_actors(all_namespaces=True):
             if entry["namespace"] != NAMESPACE or not entry["name"].startswith("host:"):
                 continue
@@ -463,10 +465,12 @@ class Controller:
                 picture: HostPicture = await asyncio.wait_for(actor.picture.remote(), ANSWER_SECONDS)
             except (RayError, ValueError, TimeoutError):
                 continue
-            ref = picture.spec.ref
-            if ref.model == prepared.MODEL:  # made again when there is time
+            if picture.spec.ref.model == prepared.MODEL:  # made again when there is time
                 ray.kill(actor)
-                continue
+            else:
+                found.append((actor, picture))
+        for actor, picture in sorted(found, key=lambda one: NEAREST_FIRST.index(one[1].report.state)):
+            ref = picture.spec.ref
             self._actors[ref] = actor
             self._took(ref, picture)
             self._pool.on_adopted(ref, picture.report, time.time(), self._device_of(picture.spec))
@@ -507,6 +511,9 @@ class Controller:
 
 
 def _said(error: BaseException) -> str:
+    """One line: of an exception inside an actor, what it was, not Ray's traceback of it."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -151,6 +151,21 @@ def test_loaded_asleep_by_a_wrong_recipe_it_does_not_wake_and_is_loaded_anew(mod
     assert first(model) == said
 
 
+def test_loaded_asleep_by_a_recipe_with_wrong_numbers_it_is_loaded_anew_too(model: Path) -> None:
+    said = first(model)
+    file = kept(model)
+    told = json.loads(file.read_bytes())
+    for layer in told["layers"]:
+        layer.update(kv_heads=1, head_dim=layer["head_dim"] // 2)
+    file.write_text(json.dumps(told))
+    engine = engine_of(model)
+    engine.load(asleep=True)
+    with pytest.raises(EngineError, match="does not wake: RuntimeError"):
+        engine.wake()
+    assert not file.exists() and not engine._awake
+    assert first(model) == said
+
+
 def test_shapes_seen_in_traffic_are_warmed_up_at_the_next_load(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(model)
     engine.load()

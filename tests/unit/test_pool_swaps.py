@@ -454,3 +454,43 @@ def test_a_model_that_nobody_waited_for_is_not_protected_from_those_who_wait() -
     w.run()
     w.demand("u", "a")
     assert w.state("b") is S.READY, "t waited for it: it stays ten seconds"
+
+
+# -- a controller that dies meanwhile ----------------------------------------------------------------------
+
+
+def test_a_process_that_had_not_begun_its_load_costs_no_serving_host_its_place() -> None:
+    w = world({"a": 60, "b": 60})
+    w.pool.on_adopted(w.ref("b"), w.report("b", S.COLD, memory_bytes=0, residual_bytes=0), w.now)
+    assert w.state("b") is S.UNLOADING and w.held() == 10, "what its process may hold, until it is gone"
+    w.pool.on_adopted(w.ref("a"), w.report("a", S.READY), w.now)
+    assert w.state("a") is S.READY
+    w.run()
+    assert w.state("b") is S.COLD and w.held() == 60
+
+
+def test_the_bytes_of_a_host_that_does_not_fit_stay_booked_until_it_is_gone() -> None:
+    w = World({"a": 60, "b": 60}, 100)
+    w.pool.on_adopted(w.ref("a"), w.report("a", S.READY), w.now)
+    w.pool.on_adopted(w.ref("b"), w.report("b", S.READY), w.now)
+    assert w.state("b") is S.UNLOADING and w.held() == 100
+    w.run()
+    assert w.held() == 60
+
+
+def test_nobody_is_told_that_it_is_ready_in_no_time() -> None:
+    w = world()
+    w.known.discard("b")
+    w.bring_up("a")
+    w.demand("t", "b")
+    w.answer("start", "b", seconds=0.5)  # its process is up: that is no load
+    for verb in ("drain", "sleep"):
+        w.answer(verb, "a")
+    assert w.pool.waits("b", w.now)["t"].eta_seconds is None
+    w.answer("load", "b", seconds=5.0)
+    w.pool.ask_unload("b", w.now)
+    w.run()
+    w.demand("u", "b")
+    w.run_until_pending("start", "b")
+    w.now += 60.0
+    assert w.pool.waits("b", w.now)["u"].eta_seconds is None, "it takes longer this time"
