@@ -36,6 +36,7 @@ SILENCE_SECONDS = 3.0  # a gateway that has not been heard of for this long is d
 REPORT_SECONDS = 1.0  # how long a watch call waits for a change
 LOWEST_PRIORITY = 19
 REDEEMED_KEPT = 512
+CLEAN_SECONDS = 2.0  # that what a model has left may take to go
 
 S = ModelState
 UP = (S.READY, S.DRAINING, S.SLEEPING)
@@ -242,9 +243,8 @@ class EngineHost:
         await self._call(lambda engine: engine.close())
         await asyncio.to_thread(self._loop.stop)
         self._engine = self._loop = self._loaded = None
-        try:
-            _assert_clean(self._spec)
-        except EngineError as error:
+        error = await self._until_clean()
+        if error is not None:
             return error
         self._stats = EngineStats()
         self._residual_bytes = self._measure()
@@ -255,6 +255,18 @@ class EngineHost:
         """A load runs on this machine, or none any more."""
         if self._loop is not None:
             await self._call(lambda engine: engine.lend_core(lent))
+
+    async def _until_clean(self) -> EngineError | None:
+        """A thread that has just done its last work may hold that for a moment more."""
+        until = time.monotonic() + CLEAN_SECONDS
+        while True:
+            try:
+                _assert_clean(self._spec)
+                return None
+            except EngineError as error:
+                if time.monotonic() >= until:
+                    return error
+            await asyncio.sleep(0.1)
 
     async def resize_kv(self, full: bool) -> OrchestratorError | None:
         """Let the KV pool have all that was promised, or no more than it needs now."""
