@@ -9,9 +9,9 @@ from pathlib import Path
 
 # Environment of a process that holds an engine; it must be there before torch is imported.
 PROCESS_ENVIRONMENT = {
-    # glibc (ignored by others): malloc asks for 2 MiB pages, in its main arena only, so that the engine's thread must
-    # have no other: waking takes half the time, sleeping a fifth. Fresh memory then costs a fifth of the page faults: waking
-    # is twice as fast, and decoding a tenth.
+    # glibc (ignored by others): malloc asks for 2 MiB pages. Fresh memory then costs a fifth of the page faults: waking
+    # is twice as fast, and decoding a tenth. It does so in its main arena only: the engine's thread must have no other,
+    # or waking takes twice as long again, and sleeping five times.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1",
     # oneDNN, and ideep above it, each keep what they compiled for the last 1,024 shapes. Every new number of rows is a
     # new shape of every layer: a host grew by 2 MiB with each prompt length it had not seen. To make one again takes
