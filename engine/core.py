@@ -182,14 +182,13 @@ class EngineCore(ABC):
             if not self._warmed:  # it was loaded asleep
                 self._warm()
                 self._warmed = True
-        except EngineError:
-            self._give_back()
-            raise
         except Exception as error:  # boundary: whatever a wake raises leaves it asleep
             self._give_back()
             if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and self._is_short(error)):
                 raise OutOfMemory(f"not enough memory to wake: {error}") from error
             self._distrust()
+            if isinstance(error, EngineError):
+                raise
             raise EngineError(f"it does not wake: {type(error).__name__}: {error}") from error
         self._awake = True
         return WakeReport(copied - begin, time.monotonic() - copied)

@@ -49,6 +49,7 @@ class Loaded:
     vocabulary: int
     report: LoadReport
     tokenizer: Tokenizer
+    threads: int  # for decoding
     recipe: Recipe  # its canary is still to be found out by a first load
 
 
@@ -118,7 +119,9 @@ def load_known(order: Order, recipe: Recipe) -> Loaded:
     loaded = _assemble(order, config, limits, runner, weights, tokenizer, recipe)
     loaded.kv.give_back()
     return dataclasses.replace(
-        loaded, report=dataclasses.replace(loaded.report, seconds=time.monotonic() - begin, kv_costs=_costs(recipe))
+        loaded,
+        threads=machine.threads_to_try(recipe.threads),
+        report=dataclasses.replace(loaded.report, seconds=time.monotonic() - begin, kv_costs=_costs(recipe)),
     )
 
 
@@ -169,7 +172,8 @@ def _assemble(
         window_tokens=_window(layers),
     )
     eos = _eos(order.path, config)
-    return Loaded(weights, runner, kv, host_kv, limits, eos, config.vocab_size, report, tokenizer, recipe)
+    vocabulary, threads = config.vocab_size, recipe.threads
+    return Loaded(weights, runner, kv, host_kv, limits, eos, vocabulary, report, tokenizer, threads, recipe)
 
 
 def _read_config(path: Path) -> PretrainedConfig:

@@ -32,7 +32,8 @@ def prepare() -> int:
 def assert_clean() -> None:
     """EngineError that names what an earlier model has left in this process: its next model would answer with it."""
     gc.collect()
-    left = Counter(type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, OF_A_MODEL))
+    kinds = (type(thing) for thing in gc.get_objects())  # not isinstance: objects may do anything when asked that
+    left = Counter(kind.__name__ for kind in kinds if issubclass(kind, OF_A_MODEL))
     found = [f"{count} {name}" for name, count in sorted(left.items())]
     if paged.current_step.get(None) is not None:
         found.append("the masks and blocks of a step")

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from engine import canary, penalties, recipe, sampler
-from engine import device as machine
 from engine.canary import warm_up
 from engine.core import EngineCore
 from engine.device import ThreadGovernor
@@ -57,8 +56,7 @@ class TorchEngine(EngineCore):
         if loaded is None:
             loaded = self._load_first(order)
         self.limits = loaded.limits
-        threads = loaded.recipe.threads
-        self._governor = ThreadGovernor(threads if known is None else machine.threads_to_try(threads))
+        self._governor = ThreadGovernor(loaded.threads)
         self._rows: Counter[int] = Counter(dict.fromkeys(loaded.recipe.rows, 1))
         self._begin(loaded.report, loaded.tokenizer, loaded.eos_token_ids, loaded.vocabulary)
         return loaded.report
@@ -84,7 +82,7 @@ class TorchEngine(EngineCore):
                 self._take_again()
                 self._canary()
         except (EngineError, LoadFailed, KeyError, AttributeError, TypeError, ValueError, RuntimeError):
-            self._forget_recipe()
+            self._distrust()
             for name in ("_weights", "_kv", "_runner", "_host_kv"):  # before others are made
                 self.__dict__.pop(name, None)
             return None
@@ -104,14 +102,7 @@ class TorchEngine(EngineCore):
         trim()  # what measuring and warming up have used once
 
     def _canary(self) -> None:
-        try:
-            canary.check(self._runner, self._kv, self.limits, self._recipe.canary)
-        except EngineError:
-            self._forget_recipe()
-            raise
-
-    def _distrust(self) -> None:
-        self._forget_recipe()
+        canary.check(self._runner, self._kv, self.limits, self._recipe.canary)
 
     def _keep_recipe(self, found: Recipe) -> None:
         """Not for weights that the files do not hold as the model has them: those must be computed by a whole load."""
@@ -119,7 +110,7 @@ class TorchEngine(EngineCore):
             recipe.write(self._recipe_file, found)
         self._recipe = found
 
-    def _forget_recipe(self) -> None:
+    def _distrust(self) -> None:
         if self._recipe_file is not None:
             self._recipe_file.unlink(missing_ok=True)
 

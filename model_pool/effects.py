@@ -66,6 +66,7 @@ class HostReport:
     keep_alive_seconds: float | None = None  # what its last request asked for; None: nothing
     measured_bytes: int = 0  # what its process holds now; 0: not measured
     process_bytes: int | None = None  # what it would keep in deep sleep; None: no less than residual_bytes
+    promised_residual_bytes: int | None = None  # that its load allowed it to keep while asleep; None: not loaded
     asleep: bool = False  # LOADING: in the background, to end asleep
 
 

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import ray
 
-from engine.fake import FakeEngine, FakeSettings
 from engine.loop import EngineLoop
 from engine.memory import PROCESS_ENVIRONMENT, held_bytes
 from engine.protocol import Engine, EngineLimits, EngineStats, GenerationRequest, LoadReport, Output
 from engine.snapshot import EngineSnapshot
 from model_pool.channels import Channels
 from model_pool.effects import HostRef, HostReport
+from model_pool.host_words import HostPicture, HostSpec
+from model_pool.making import assert_clean, in_load_thread, make_engine, prepare
 from model_pool.states import MODEL_EDGES
 from policies.errors import EngineError, HostUnavailable, LoadFailed, NotKnownYet, OrchestratorError
 from policies.types import ModelState, check_edge
@@ -41,36 +40,6 @@ CLEAN_SECONDS = 2.0  # that what a model has left may take to go
 S = ModelState
 UP = (S.READY, S.DRAINING, S.SLEEPING)
 NO_ENGINE = (S.COLD, S.LOADING, S.FAILED, S.DEEP_SLEEP)
-
-
-@dataclass(frozen=True, slots=True)
-class HostSpec:
-    """All that a host must know to load its model."""
-
-    ref: HostRef
-    path: str  # model directory; unused by the fake engine
-    memory_bytes: int
-    limits: EngineLimits
-    dtype: str = "float32"
-    problem: str = ""  # why the directory could not be prepared: the load fails with it
-    device_index: int | None = None  # the CUDA device it may see; None: CPU
-    recipes: str = ""  # directory for what first loads find out; "": every load is a first one
-    fake: FakeSettings | None = None  # the fake engine instead of a real one
-    ticket_seconds: float = 10.0  # how long an unredeemed ticket holds up draining
-
-
-@dataclass(frozen=True, slots=True)
-class HostPicture:
-    """Everything about a host, for its controller and for people."""
-
-    spec: HostSpec
-    report: HostReport
-    stats: EngineStats
-    loaded: LoadReport | None
-    pid: int
-    cause: OrchestratorError | None = None
-    node: str = ""  # Ray's id of the machine the process runs on
-    born: float = 0.0  # when the process began, seconds since the epoch: a pid may come to be another's
 
 
 @dataclass(slots=True)
@@ -114,14 +83,14 @@ class EngineHost:
 
     async def prepare(self) -> int:
         """Without a model yet: do what every load needs first. Bytes the process holds now."""
-        return await _in_thread(_prepare)
+        return await in_load_thread(prepare)
 
     async def become(self, spec: HostSpec) -> OrchestratorError | None:
         """A prepared process is the host of a model from now on."""
         if self._state is not S.COLD or self._engine is not None:
             return HostUnavailable(f"{self._spec.ref.name} is {self._state}: it has a model already")
         try:
-            _assert_clean(spec)
+            assert_clean(spec)
         except EngineError as error:
             return error
         self._spec = spec
@@ -142,7 +111,7 @@ class EngineHost:
         try:
             if self._spec.problem:
                 raise LoadFailed(self._spec.problem)
-            self._loaded = await _in_thread(lambda: self._make_and_load(asleep))
+            self._loaded = await in_load_thread(lambda: self._make_and_load(asleep))
             if self._loaded is None or asleep:
                 return await self._loaded_asleep()
             self._residual_bytes = self._loaded.residual_bytes
@@ -158,7 +127,7 @@ class EngineHost:
 
     def _make_and_load(self, asleep: bool) -> LoadReport | None:
         """In the load's thread. None: it cannot be loaded asleep, and there is no engine."""
-        engine = _make_engine(self._spec)
+        engine = make_engine(self._spec)
         self._process_bytes = self._measure()
         try:
             report = engine.load(asleep=asleep)
@@ -226,11 +195,10 @@ class EngineHost:
         except HostUnavailable as error:
             self._move(S.SLEEPING)
             return error
-        except Exception as error:  # noqa: BLE001 — a wrong canary, or worse: these weights must not answer anybody
-            wrong = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
-            self._cause = wrong
+        except EngineError as error:  # a wrong canary, or worse: these weights must not answer anybody
+            self._cause = error
             self._move(S.QUARANTINED)
-            return wrong
+            return error
         self._move(S.READY)
         return await self.picture()
 
@@ -261,7 +229,7 @@ class EngineHost:
         until = time.monotonic() + CLEAN_SECONDS
         while True:
             try:
-                _assert_clean(self._spec)
+                assert_clean(self._spec)
                 return None
             except EngineError as error:
                 if time.monotonic() >= until:
@@ -393,6 +361,7 @@ class EngineHost:
             memory_bytes=self._promised() if held else self._residual_bytes,
             measured_bytes=held_bytes() if awake and self._spec.fake is None else 0,
             process_bytes=self._process_bytes,
+            promised_residual_bytes=None if self._loaded is None else self._loaded.residual_bytes,
             asleep=self._in_background,
             residual_bytes=self._residual_bytes,
             in_flight=self._channels.in_flight,
@@ -490,48 +459,6 @@ class EngineHost:
         for key in unknown & self._unknown:
             self._channels.disown(key)
         self._unknown = unknown
-
-
-def _make_engine(spec: HostSpec) -> Engine:
-    if spec.fake is not None:
-        return FakeEngine(spec.limits, spec.fake)
-    os.environ["CUDA_VISIBLE_DEVICES"] = "" if spec.device_index is None else str(spec.device_index)
-    from engine.torch_engine import TorchEngine  # torch: only here, and only in a host's process
-
-    recipes = Path(spec.recipes) if spec.recipes else None
-    return TorchEngine(Path(spec.path), spec.memory_bytes, spec.limits, spec.dtype, recipes)
-
-
-def _prepare() -> int:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # prepared processes are of the CPU
-    from engine import process
-
-    return process.prepare()
-
-
-def _assert_clean(spec: HostSpec) -> None:
-    if spec.fake is None:
-        from engine import process
-
-        process.assert_clean()
-
-
-async def _in_thread(work: Callable[[], Result]) -> Result:
-    """Run ``work`` in a thread of the lowest priority that ends with it: a priority given up is not given back."""
-    future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-    loop = asyncio.get_running_loop()
-
-    def run() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 — carried to the awaiting task, whatever it is
-            loop.call_soon_threadsafe(future.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(future.set_result, result)
-
-    threading.Thread(target=run, name="load", daemon=True).start()
-    return await future
 
 
 def start_host(spec: HostSpec) -> Any:

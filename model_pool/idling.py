@@ -36,7 +36,7 @@ class Idling:
         out = [slot for slot in self._fleet if slot.pushed_out and slot.state is _S.SLEEPING and not slot.deepening]
         for slot in sorted(out, key=lambda slot: -slot.last_used):
             assert slot.device is not None
-            extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
+            extra = self._views.extra_bytes(slot)
             free = self._ledger.free_bytes(slot.device)
             if extra <= free and not slot.cooling(now):
                 slot.promoted = True
@@ -70,7 +70,7 @@ class Idling:
         others = [other for other in self._fleet if other is not slot and other.device == device]
         if any(other.state in ON_THE_WAY or other.state is _S.DRAINING for other in others):
             return
-        extra = slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
+        extra = self._views.extra_bytes(slot)
         free = self._ledger.free_bytes(device) - self._promised_bytes(device)
         if extra <= free:
             slot.wanted_since = now
@@ -90,4 +90,4 @@ class Idling:
         """What those will take that are wanted back already."""
         wanted = [slot for slot in self._fleet if slot.wanted_since is not None and slot.state in STARTABLE]
         mine = [slot for slot in wanted if (slot.device or self._views.device_for(slot, {})) == device]
-        return sum(slot.need_bytes - self._ledger.held_bytes(slot.ref.name) for slot in mine)
+        return sum(self._views.extra_bytes(slot) for slot in mine)

@@ -120,7 +120,6 @@ class Lifecycle:
         slot.device = device
         slot.staging = asleep
         slot.drifted = False
-        slot.promised_residual_bytes = None
         self._move(slot, _S.LOADING, reason, now)
         self._effects.start_host(slot.ref, device, asleep)
 
@@ -168,7 +167,6 @@ class Lifecycle:
             slot.wake_seconds = now - slot.asked_at
         else:
             slot.load_seconds = now - slot.asked_at
-            slot.promised_residual_bytes = report.residual_bytes or None
         slot.in_flight = report.in_flight
         slot.last_used = max(slot.last_used, report.last_used, 0.0 if slot.promoted else now)
         slot.promoted = False
@@ -244,9 +242,9 @@ class Lifecycle:
 
     def slept(self, slot: Slot, report: HostReport, now: float) -> None:
         before = self._ledger.held_bytes(slot.ref.name)
-        allowed = self._settings.drift_bytes + (slot.promised_residual_bytes or 0) * (1 + self._settings.drift_share)
-        if slot.promised_residual_bytes is not None and report.residual_bytes > allowed:
-            said = f"asleep it keeps {report.residual_bytes} bytes, its load promised {slot.promised_residual_bytes}"
+        promised = report.promised_residual_bytes
+        if promised is not None and report.residual_bytes > self._settings.allowed_bytes(promised):
+            said = f"asleep it keeps {report.residual_bytes} bytes, its load promised {promised}"
             self.note(slot, "drift", said, now)
             self.unload(slot, f"recycled: {said}", now)
             return

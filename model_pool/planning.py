@@ -97,7 +97,7 @@ class Planner:
         """Bring back what was evicted for a model that then failed, as far as it fits."""
         for slot in self._fleet:
             if slot.restore and slot.device == device and self._able(slot, now):
-                extra, free = self._extra(slot), self._ledger.free_bytes(device)
+                extra, free = self._views.extra_bytes(slot), self._ledger.free_bytes(device)
                 if extra <= free:
                     reason = f"restored: needs {extra} more bytes, {free} free on {device}"
                     self._life.start(slot, device, reason, now)
@@ -110,7 +110,7 @@ class Planner:
             siblings = self._fleet.of(slot.name)
             if not any(s.state is _S.READY for s in siblings) or self._views.device_for(slot, {}) != device:
                 continue
-            extra, free = self._extra(slot), self._ledger.free_bytes(device)
+            extra, free = self._views.extra_bytes(slot), self._ledger.free_bytes(device)
             if extra <= free:
                 reason = f"host {slot.ref.number + 1} of {len(siblings)}: needs {extra} more bytes, {free} free"
                 self._life.start(slot, device, reason, now)
@@ -118,6 +118,3 @@ class Planner:
     @staticmethod
     def _able(slot: Slot, now: float) -> bool:
         return slot.state in STARTABLE and not slot.deepening and not slot.cooling(now)
-
-    def _extra(self, slot: Slot) -> int:
-        return slot.need_bytes - self._ledger.held_bytes(slot.ref.name)

@@ -411,8 +411,7 @@ class Pool:
             return
         slot.memory_bytes = report.memory_bytes
         self._ledger.saw(slot.ref.name, report.measured_bytes)
-        settings = self._settings
-        if report.measured_bytes > report.memory_bytes * (1 + settings.drift_share) + settings.drift_bytes:
+        if report.measured_bytes > self._settings.allowed_bytes(report.memory_bytes):
             self._drifted(slot, f"holds {report.measured_bytes} bytes, promised {report.memory_bytes}", now)
 
     def _drifted(self, slot: Slot, said: str, now: float) -> None:

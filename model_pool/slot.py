@@ -33,6 +33,10 @@ class PoolSettings:
     drift_bytes: int = 64 * 2**20  # a host may hold more than it was promised by so much, and a share
     drift_share: float = 0.05
 
+    def allowed_bytes(self, promised_bytes: int) -> float:
+        """What a host may hold that was promised so much; one that holds more has drifted."""
+        return promised_bytes * (1 + self.drift_share) + self.drift_bytes
+
 
 @dataclass(slots=True)
 class Slot:
@@ -48,7 +52,6 @@ class Slot:
     memory_bytes: int | None = None  # measured when it was last ready
     residual_bytes: int = 0
     process_bytes: int | None = None  # what it would keep in deep sleep
-    promised_residual_bytes: int | None = None  # by the load of this process
     in_flight: int = 0  # last report + tickets redeemed since
     last_used: float = 0.0
     ready_since: float = 0.0

@@ -59,7 +59,7 @@ class Views:
             slot = self._fleet.at(demand.host)
             assert slot is not None
             device = self.device_for(slot, claimed_bytes)
-            claimed_bytes[device] += demand.need_bytes - self._ledger.held_bytes(demand.host)
+            claimed_bytes[device] += self.extra_bytes(slot)
             by_device[device].append(demand)
         return by_device
 
@@ -67,6 +67,10 @@ class Views:
         """As if one request for it came now."""
         start = self._start_bytes(slot)
         return DemandView(slot.name, slot.need_bytes, now, Tier.STANDARD, 1, host=slot.ref.name, start_bytes=start)
+
+    def extra_bytes(self, slot: Slot) -> int:
+        """What it would take beside what it holds, to be ready."""
+        return slot.need_bytes - self._ledger.held_bytes(slot.ref.name)
 
     def reachable_bytes(self, slot: Slot, device: str) -> int:
         """What this model could ever have on a device while the pinned models stay."""

@@ -12,26 +12,27 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from engine.disk import DiskStore
 from model_pool import prepared
-from model_pool.effects import HostRef, ModelSpec, ModelStatus, Placement, PoolEvent, RoutingTable, Wait
-from model_pool.host import NAMESPACE, HostPicture, HostSpec, start_host, start_prepared
-from model_pool.ledger import DeviceBooks
+from model_pool.effects import HostRef, Placement, PoolEvent, RoutingTable, Wait
+from model_pool.host import NAMESPACE, start_host, start_prepared
+from model_pool.host_words import HostPicture, HostSpec
 from model_pool.pool import Pool
-from model_pool.slot import PoolSettings
 from model_pool.states import NEAREST_FIRST
 from orchestrator.aggregator import push
 from orchestrator.detached import start_detached
 from orchestrator.logs import event_logger
 from orchestrator.metrics import ControllerMetrics
 from orchestrator.node_disk import NodeDisk
+from orchestrator.pool_words import Forgotten, ModelPicture, PoolPicture, PoolPlan
 from orchestrator.processes import until_dead, until_gone
+from orchestrator.ray_errors import said
 from policies.errors import EngineError, HostLost, LoadFailed, ModelLoading, OrchestratorError
 from policies.registry import RESIDENCY
 from policies.residency import Plan
@@ -44,47 +45,6 @@ EVENTS_KEPT = 2_000
 ANSWER_SECONDS = 5.0  # a host that is up and says nothing for this long is looked at; for as long again: ended
 CLOSE_SECONDS = 8.0  # that a host gets to put KV on disk before it is ended
 UP = (ModelState.READY, ModelState.DRAINING, ModelState.SLEEPING)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPlan:
-    """All that a controller must know; plain data, so that a restarted one has it again."""
-
-    models: tuple[ModelSpec, ...]
-    hosts: tuple[tuple[str, HostSpec], ...]  # model → spec with a placeholder ref
-    devices: tuple[tuple[str, int, int | None], ...]  # name, budget bytes, CUDA index or None
-    policy: str
-    settings: PoolSettings
-    preload: tuple[str, ...]
-    log_path: str
-    kv_disk: tuple[str, int] | None = None  # directory and bytes; None: there is no disk tier
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPicture:
-    """One host of a model for ``ps`` and ``/metrics``."""
-
-    status: ModelStatus
-    host: HostPicture | None
-
-    @property
-    def number(self) -> int:
-        return int(self.status.host.rsplit(":", 1)[1])
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPicture:
-    models: tuple[ModelPicture, ...]
-    books: tuple[DeviceBooks, ...]
-    pid: int  # of the controller
-
-
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """What became of the KV of sessions that are gone."""
-
-    blocks: int  # on the devices and in host memory
-    not_reached: tuple[str, ...]  # why, of each host
 
 
 class Controller:
@@ -293,7 +253,7 @@ class Controller:
             else:
                 actor = self._actors[ref] = start_host(spec)
         except (RayError, ValueError, StopIteration) as error:  # ValueError: the actor's name is still taken
-            refused = LoadFailed(f"its process ended: {_said(error)}")
+            refused = LoadFailed(f"its process ended: {said(error)}")
         if refused is not None:
             self._pool.on_failed(ref, refused, time.time())
             return
@@ -305,7 +265,7 @@ class Controller:
             with self._cores_lent():
                 answer = await self._actors[ref].load.remote(asleep)
         except (RayError, KeyError) as error:
-            self._pool.on_failed(ref, LoadFailed(f"its process ended: {_said(error)}"), time.time())
+            self._pool.on_failed(ref, LoadFailed(f"its process ended: {said(error)}"), time.time())
             return
         if isinstance(answer, OrchestratorError):
             self._pool.on_failed(ref, answer, time.time())
@@ -398,9 +358,9 @@ class Controller:
             return await getattr(actor, verb).remote(*args)
         except RayActorError as error:
             self._lost(ref, error)
-            return HostLost(f"{ref.name}: {_said(error)}")
+            return HostLost(f"{ref.name}: {said(error)}")
         except RayError as error:
-            return LoadFailed(f"{ref.name}: {verb}: {_said(error)}")
+            return LoadFailed(f"{ref.name}: {verb}: {said(error)}")
 
     async def _ask_all(self, verb: str, *args: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
         """The answers of all hosts; an error as a value where there is none.
@@ -412,7 +372,7 @@ class Controller:
             try:
                 return await asyncio.wait_for(getattr(self._actors[ref], verb).remote(*args), seconds)
             except (RayError, TimeoutError, KeyError) as error:
-                return HostLost(f"{ref.name}: {verb}: {_said(error)}")
+                return HostLost(f"{ref.name}: {verb}: {said(error)}")
 
         return await asyncio.gather(*map(one, list(self._actors)))
 
@@ -443,7 +403,7 @@ class Controller:
     def _lost(self, ref: HostRef, cause: BaseException) -> None:
         if self._actors.pop(ref, None) is not None:
             self._pictures.pop(ref, None)
-            self._pool.on_lost(ref, _said(cause), time.time())
+            self._pool.on_lost(ref, said(cause), time.time())
 
     async def _begin(self) -> None:
         await self._adopt()
@@ -508,14 +468,6 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._log.error("task_failed", error=repr(task.exception()))
-
-
-def _said(error: BaseException) -> str:
-    """One line: of an exception inside an actor, what it was, not Ray's traceback of it."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
-        error = error.cause
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def close_hosts() -> None:

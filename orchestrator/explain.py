@@ -62,21 +62,14 @@ def _stays(host: dict[str, Any], now: float) -> str:
 
 def _holders(models: Sequence[dict[str, Any]], device: dict[str, Any]) -> str:
     states = {model["host"]: model["state"] for model in models}
-    held = sorted(((held_bytes(entry), entry["host"]) for entry in device["entries"]), reverse=True)
-    return (
-        ", ".join(f"{host} ({states.get(host, 'no model')}, {_size(size)})" for size, host in held if size) or "nobody"
-    )
-
-
-def held_bytes(entry: dict[str, Any]) -> int:
-    """Of one entry of a device's books, as ``model_pool.ledger.Entry`` has it."""
-    measured = entry["measured_bytes"]
-    return int(entry["promised_bytes"] if measured is None else measured)
+    held = sorted(((entry["held_bytes"], entry["host"]) for entry in device["entries"]), reverse=True)
+    said = [f"{host} ({states.get(host, 'no model')}, {_size(size)})" for size, host in held if size]
+    return ", ".join(said) or "nobody"
 
 
 def prepared(device: dict[str, Any]) -> str:
     """What processes without a model hold of a device; empty when there are none."""
-    sizes = [held_bytes(entry) for entry in device["entries"] if entry["host"].startswith(f"host:{PREPARED}:")]
+    sizes = [entry["held_bytes"] for entry in device["entries"] if entry["host"].startswith(f"host:{PREPARED}:")]
     what = "process" if len(sizes) == 1 else "processes"
     return f", {_size(sum(sizes))} of it by {len(sizes)} prepared {what}" if sizes else ""
 

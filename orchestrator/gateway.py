@@ -29,13 +29,13 @@ from orchestrator.api.errors import error_response, from_http_exception
 from orchestrator.api.models import model_list
 from orchestrator.config import Config
 from orchestrator.controller import NAME as CONTROLLER
-from orchestrator.controller import PoolPicture
 from orchestrator.detached import start_detached
 from orchestrator.forgetting import Forgetting
 from orchestrator.generation import Generator, Routes
 from orchestrator.links import Links, snapshot_of
 from orchestrator.logs import event_logger
 from orchestrator.metrics import GatewayMetrics, expose
+from orchestrator.pool_words import PoolPicture
 from orchestrator.tenants import Tenants
 from orchestrator.tokens import ChatTokenizer, load_tokenizer
 from orchestrator.turn import TurnRunner

@@ -15,6 +15,7 @@ from engine.snapshot import EngineSnapshot
 from model_pool.effects import HostRef
 from model_pool.host import NAMESPACE
 from orchestrator.detached import start_detached
+from orchestrator.ray_errors import said
 from policies.errors import HostLost, HostUnavailable, OrchestratorError
 
 HEARTBEAT_SECONDS = 1.0  # the host aborts a gateway's generations after 3 s of silence
@@ -139,7 +140,7 @@ class HostLink:
         """The host, or our place on it, is gone: every generation hears of it once."""
         if self.lost is not None:
             return
-        self.lost = HostLost(f"{self.ref.name}: {_said(cause)}", retry_after_seconds=1.0)
+        self.lost = HostLost(f"{self.ref.name}: {said(cause)}", retry_after_seconds=1.0)
         self._opened.set()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
@@ -198,9 +199,4 @@ async def _asked(host: str, ask: Callable[[Any], Any]) -> Any:
     except TimeoutError:
         return HostUnavailable(f"{host} did not answer within {ANSWER_SECONDS:.0f} s")
     except (ValueError, RayError) as error:
-        return HostLost(f"{host}: {_said(error)}")
-
-
-def _said(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+        return HostLost(f"{host}: {said(error)}")

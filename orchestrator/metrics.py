@@ -12,7 +12,7 @@ from engine.protocol import EngineStats
 from orchestrator.aggregator import Collected, Family
 
 if TYPE_CHECKING:
-    from orchestrator.controller import PoolPicture
+    from orchestrator.pool_words import PoolPicture
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 

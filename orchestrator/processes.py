@@ -10,7 +10,7 @@ import psutil
 import ray
 from ray.exceptions import RayActorError
 
-from model_pool.host import HostPicture
+from model_pool.host_words import HostPicture
 
 DEATH_SECONDS = 10.0  # that a killed process may take to be gone
 SAME_BIRTH_SECONDS = 2.0  # the system derives a process's birth from a clock that is set now and then

@@ -24,13 +24,15 @@ from engine.fake import FakeSettings
 from engine.protocol import EngineLimits
 from model_pool import catalog
 from model_pool.effects import HostRef, ModelSpec
-from model_pool.host import NAMESPACE, HostSpec
+from model_pool.host import NAMESPACE
+from model_pool.host_words import HostSpec
 from model_pool.slot import PoolSettings
 from orchestrator.aggregator import start_aggregator
 from orchestrator.cluster import PrivateCluster, check_port
 from orchestrator.config import Config, ModelConfig, load_config, named_by_environment
-from orchestrator.controller import PoolPlan, close_hosts, get_controller
+from orchestrator.controller import close_hosts, get_controller
 from orchestrator.gateway import Gateway, GatewayPlan
+from orchestrator.pool_words import PoolPlan
 from policies.errors import LoadFailed, NotReachable, OrchestratorError
 from session_store.client import check_reachable
 from session_store.embedded import EmbeddedRedis

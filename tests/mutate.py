@@ -34,6 +34,14 @@ def all_breaks() -> list[Break]:
     return found
 
 
+def is_python(text: str) -> bool:
+    try:
+        compile(text, "changed", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
 def notices(tree: Path, broken: Break) -> str:
     """``red`` when the break turns its test red, else what happened instead."""
     test_file, prefix, name, text, replacement = broken
@@ -41,7 +49,10 @@ def notices(tree: Path, broken: Break) -> str:
     original = path.read_text()
     if text not in original:
         return f"the text is not in {name}"
-    path.write_text(original.replace(text, replacement, 1))
+    changed = original.replace(text, replacement, 1)
+    if not is_python(changed):
+        return f"{name} is not Python then: red would prove nothing"
+    path.write_text(changed)
     try:
         ended = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test_file, "-k", prefix],

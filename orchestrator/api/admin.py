@@ -11,9 +11,10 @@ from typing import Any
 
 from engine.snapshot import EngineSnapshot
 from model_pool.effects import ModelStatus, PoolEvent
+from model_pool.ledger import DeviceBooks
 from orchestrator.config import Config
 from orchestrator.contexts import HostContexts
-from orchestrator.controller import ModelPicture, PoolPicture
+from orchestrator.pool_words import ModelPicture, PoolPicture
 from policies.errors import BadRequest, ModelNotFound, NotFound, OrchestratorError
 from policies.types import ModelState
 
@@ -24,7 +25,7 @@ NO_PROCESS = (ModelState.COLD, ModelState.FAILED, ModelState.LOST, ModelState.UN
 def models(pool: PoolPicture) -> dict[str, Any]:
     return {
         "models": [_model(entry) for entry in pool.models],
-        "devices": [dataclasses.asdict(book) for book in pool.books],
+        "devices": [_device(books) for books in pool.books],
         "controller_pid": pool.pid,
     }
 
@@ -96,6 +97,11 @@ def time_param(text: str | None) -> float:
     if not math.isfinite(value):
         raise BadRequest(f"after must be seconds since the epoch, not {text!r}", param="after")
     return value
+
+
+def _device(books: DeviceBooks) -> dict[str, Any]:
+    entries = [{**dataclasses.asdict(entry), "held_bytes": entry.held_bytes} for entry in books.entries]
+    return {**dataclasses.asdict(books), "entries": entries}
 
 
 def _model(entry: ModelPicture) -> dict[str, Any]:

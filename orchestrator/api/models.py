@@ -7,7 +7,7 @@ from typing import Any
 
 from model_pool.states import NEAREST_FIRST
 from orchestrator.config import Config
-from orchestrator.controller import PoolPicture
+from orchestrator.pool_words import PoolPicture
 from orchestrator.tokens import ChatTokenizer
 from policies.types import ModelState
 

@@ -28,67 +28,81 @@ WASTE_CONTEXTS = 8
 def run(path: Path) -> list[Section]:
     """All sections for the model in ``path``."""
     seen: dict[str, list[float]] = measured("orchestrator.bench.contexts", str(path))
+    return [*_turns(seen), *_swaps(seen), *_disk(seen), *_checkpoints(seen)]
 
-    def pairs(ours: str, baseline: str) -> list[tuple[float, float]]:
-        return list(zip(seen[ours], seen[baseline], strict=True))
 
-    again = f"computing its {KEPT_TOKENS} tokens again"
+def _pairs(seen: dict[str, list[float]], ours: str, baseline: str) -> list[tuple[float, float]]:
+    return list(zip(seen[ours], seen[baseline], strict=True))
+
+
+def _turns(seen: dict[str, list[float]]) -> list[Section]:
     return [
         section(
             "second_turn_ttft",
-            pairs("second_turn", "cold"),
+            _pairs(seen, "second_turn", "cold"),
             f"the same {HISTORY_TOKENS + TURN_TOKENS} tokens with nothing cached",
             "s",
             target="<=0.15",
             limit=f"one step of {TURN_TOKENS} new tokens; {seen['recomputed'][0]:.0f} known tokens computed again",
         ),
         section(
-            "swap_resume",
-            pairs("swap_in", "copy"),
-            "a copy of the same bytes, memory to memory",
-            "s",
-            target="<=3",
-            limit="planning the step, and a copy per layer and run of adjoining blocks",
-        ),
-        section(
-            "swap_resume_vs_recompute", pairs("swap_in", "recompute"), again, "s", target="<=0.1", limit="as above"
-        ),
-        section(
-            "disk_restore",
-            pairs("disk_in", "read_file_and_copy"),
-            f"a read of the same {KEPT_TOKENS // 16} files and a copy of the same bytes",
-            "s",
-            target="<=3",
-            limit="a checksum over all of it, and copying into blocks, layer by layer, in the disk's thread",
-        ),
-        section(
-            "disk_restore_vs_recompute", pairs("disk_in", "recompute"), again, "s", target="<=0.1", limit="as above"
-        ),
-        section(
             "kv_waste",
-            pairs("slots_held", "slots_of_tokens"),
+            _pairs(seen, "slots_held", "slots_of_tokens"),
             f"slots of their tokens, {WASTE_CONTEXTS} running contexts",
             "slots",
             target="<=1.1",
             limit=f"the tail of each last block; slots beyond those: {seen['slots_unowned'][0]:.0f}",
         ),
+    ]
+
+
+def _swaps(seen: dict[str, list[float]]) -> list[Section]:
+    return [
+        section(
+            "swap_resume",
+            _pairs(seen, "swap_in", "copy"),
+            "a copy of the same bytes, memory to memory",
+            "s",
+            target="<=3",
+            limit="planning the step, and a copy per layer and run of adjoining blocks",
+        ),
+        _against_computing(seen, "swap_resume", "swap_in"),
+    ]
+
+
+def _disk(seen: dict[str, list[float]]) -> list[Section]:
+    return [
+        section(
+            "disk_restore",
+            _pairs(seen, "disk_in", "read_file_and_copy"),
+            f"a read of the same {KEPT_TOKENS // 16} files and a copy of the same bytes",
+            "s",
+            target="<=3",
+            limit="a checksum over all of it, and copying into blocks, layer by layer, in the disk's thread",
+        ),
+        _against_computing(seen, "disk_restore", "disk_in"),
+    ]
+
+
+def _checkpoints(seen: dict[str, list[float]]) -> list[Section]:
+    return [
         section(
             "checkpoint_restore",
-            pairs("restore", "read_and_copy"),
+            _pairs(seen, "restore", "read_and_copy"),
             "a read of the same file and a copy of the same bytes",
             "s",
             target="<=3",
             limit="checksum, and copying into blocks, layer by layer",
         ),
-        section(
-            "checkpoint_restore_vs_recompute",
-            pairs("restore", "recompute"),
-            again,
-            "s",
-            target="<=0.1",
-            limit="as above",
-        ),
+        _against_computing(seen, "checkpoint_restore", "restore"),
     ]
+
+
+def _against_computing(seen: dict[str, list[float]], name: str, ours: str) -> Section:
+    again = f"computing its {KEPT_TOKENS} tokens again"
+    return section(
+        f"{name}_vs_recompute", _pairs(seen, ours, "recompute"), again, "s", target="<=0.1", limit="as above"
+    )
 
 
 # -- in the subprocess ------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from engine.fake import FakeSettings
 from model_pool.effects import HostRef
-from model_pool.host import EngineHost, HostPicture, HostSpec
+from model_pool.host import EngineHost
+from model_pool.host_words import HostPicture, HostSpec
 from orchestrator.bench import engines
 from policies.errors import OrchestratorError
 

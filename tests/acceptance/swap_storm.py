@@ -232,9 +232,7 @@ class Storm:
             (device,) = self._service.admin()["devices"]
             ledger, budget = device["held_bytes"], device["budget_bytes"]
             self._check(ledger <= budget, f"the ledger holds {ledger} bytes, the budget is {budget}")
-            counted = sum(
-                e["promised_bytes"] if e["measured_bytes"] is None else e["measured_bytes"] for e in device["entries"]
-            )
+            counted = sum(entry["held_bytes"] for entry in device["entries"])
             self._check(counted == ledger, f"the ledger's entries hold {counted} bytes, it says {ledger}")
         self._most_held = (max(ledger, self._most_held[0]), max(kernel, self._most_held[1]))
 

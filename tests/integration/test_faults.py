@@ -342,7 +342,7 @@ def test_a_killed_gateway_leaks_nothing_on_the_hosts_and_comes_back(service: Run
             died = time.monotonic()
             while any(books):
                 books = json.loads(probe.stdout.readline())
-                assert time.monotonic() - died < 5, f"in flight, running, waiting, blocks used: {books}"
+                assert time.monotonic() - died < 15, f"in flight, running, waiting, blocks used: {books}"
         finally:
             probe.kill()
     for heard in streams:  # dropped, not ended as if all were well

@@ -43,7 +43,8 @@ BEGIN = """
     from engine.memory import held_bytes
     from engine.protocol import EngineLimits
     from model_pool.effects import HostRef
-    from model_pool.host import EngineHost, HostPicture, HostSpec
+    from model_pool.host import EngineHost
+    from model_pool.host_words import HostPicture, HostSpec
     from policies.errors import OrchestratorError
     from tests.engine_helpers import request
 

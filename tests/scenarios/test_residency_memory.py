@@ -14,7 +14,8 @@ import pytest
 from engine.protocol import EngineLimits, Output
 from model_pool import host as host_module
 from model_pool.effects import HostRef
-from model_pool.host import EngineHost, HostPicture, HostSpec
+from model_pool.host import EngineHost
+from model_pool.host_words import HostPicture, HostSpec
 from policies.errors import DoesNotFit, EngineError, HostUnavailable, LoadFailed, ModelDoesNotFit, ModelLoading
 from policies.types import ModelState
 from tests.engine_helpers import request

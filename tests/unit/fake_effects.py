@@ -145,6 +145,7 @@ class World:
         self.now = 0.0
         self.sizes = dict(sizes)
         self.residuals = dict.fromkeys(sizes, residual)
+        self.promised = residual
         self.process = process  # what is left in deep sleep
         self.known = set(sizes)  # models that have been loaded on this machine before
         self.effects = FakeEffects()
@@ -181,6 +182,7 @@ class World:
             "memory_bytes": self.sizes[model],
             "residual_bytes": self.residuals[model],
             "process_bytes": self.process,
+            "promised_residual_bytes": self.promised,
             "in_flight": in_flight,
             "last_used": self.now,
         }

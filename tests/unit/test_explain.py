@@ -8,9 +8,9 @@ from orchestrator.explain import explain, prepared
 
 NOW = 1000.0
 ENTRIES = [
-    {"host": "host:(prepared):7", "promised_bytes": 2 * 2**20, "measured_bytes": 2**20},
-    {"host": "host:a:0", "promised_bytes": 79 * 2**20, "measured_bytes": None},
-    {"host": "host:b:0", "promised_bytes": 5 * 2**20, "measured_bytes": 0},
+    {"host": "host:(prepared):7", "held_bytes": 2**20},
+    {"host": "host:a:0", "held_bytes": 79 * 2**20},
+    {"host": "host:b:0", "held_bytes": 0},
 ]
 DEVICE = {"device": "cpu0", "held_bytes": 80 * 2**20, "budget_bytes": 100 * 2**20, "entries": ENTRIES}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller import Forgotten
 from orchestrator.forgetting import Forgetting
 from orchestrator.logs import event_logger
+from orchestrator.pool_words import Forgotten
 from policies.errors import StoreUnavailable
 
 

@@ -10,7 +10,8 @@ from engine.fake import FakeSettings
 from engine.protocol import EngineLimits, GenerationRequest
 from model_pool import host as module
 from model_pool.effects import HostRef
-from model_pool.host import EngineHost, HostPicture, HostSpec
+from model_pool.host import EngineHost
+from model_pool.host_words import HostPicture, HostSpec
 from tests.engine_helpers import request
 
 
