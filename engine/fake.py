@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ EOS = 0
 FINGERPRINT = "fake"  # of its weights
 VOCABULARY = 256
 BLOCK_BYTES = 16  # of the made-up KV in its checkpoints
+SCRIPTED = re.compile(rb"User: say ([^\n]+)\nAssistant:$")  # of the plain template
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "juniper")
 
 
@@ -158,6 +160,9 @@ def scored(token: int, top: int) -> Choice:
 
 
 def reply_to(prompt_token_ids: Sequence[int], words: int) -> bytes:
-    """The fake's whole answer to a prompt."""
+    """The fake's whole answer to a prompt; what its last message, `say TEXT`, tells it to say, is scripted."""
+    asked = SCRIPTED.search(bytes(prompt_token_ids))
+    if asked is not None:
+        return asked[1]
     digest = hashlib.sha256(bytes(prompt_token_ids)).digest()
     return " ".join(WORDS[digest[i % 32] % len(WORDS)] for i in range(words)).encode()

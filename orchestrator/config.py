@@ -142,6 +142,7 @@ class TenantConfig(Section):
     max_concurrent: int = Field(64, ge=1, description="requests in flight")
     max_reserved_tokens: int = Field(1_000_000, ge=1, description="prompt + max_tokens over requests in flight")
     kv_pin: ByteSize = Field(ByteSize(0), description="KV that prompt_cache_retention may pin, in each host")
+    session_ttl_seconds: int | None = Field(None, ge=60, description="instead of sessions.ttl_seconds")
     admin: bool = Field(False, description="may use /admin")
 
     @property
@@ -159,7 +160,8 @@ class KVDiskConfig(Section):
 class SessionConfig(Section):
     ttl_seconds: int = Field(7 * 86_400, ge=60, description="sliding; of every key of a session")
     lease_seconds: float = Field(9.0, ge=1, description="of one turn; renewed at a third of it")
-    window_items: int = Field(512, ge=2, description="newest items read for a turn")
+    window_items: int = Field(512, ge=2, description="newest items read for a turn, at most")
+    max_item: ByteSize = Field(ByteSize(2**20), description="of text in one item")
 
 
 class PoolConfig(Section):

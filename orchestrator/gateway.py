@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import ray
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.exceptions import RayError
@@ -24,10 +24,13 @@ from starlette.exceptions import HTTPException
 from model_pool.host import NAMESPACE
 from orchestrator.aggregator import exchange, push
 from orchestrator.api import admin
-from orchestrator.api.chat import ChatRoute, request_id_of
+from orchestrator.api.chat import ChatRoute
+from orchestrator.api.conversations import ConversationsRoute
 from orchestrator.api.errors import error_response, from_http_exception
+from orchestrator.api.intake import read_body, request_id_of
 from orchestrator.api.models import model_list
-from orchestrator.config import Config
+from orchestrator.api.responses import ResponsesRoute
+from orchestrator.config import Config, TenantConfig
 from orchestrator.controller import NAME as CONTROLLER
 from orchestrator.detached import start_detached
 from orchestrator.forgetting import Forgetting
@@ -112,6 +115,7 @@ class Gateway:
         self._store = SessionStore(
             plan.redis_url,
             session_ttl_seconds=config.sessions.ttl_seconds,
+            tenant_ttl_seconds={t.name: t.session_ttl_seconds for t in config.tenants if t.session_ttl_seconds},
             lease_ttl_seconds=config.sessions.lease_seconds,
             window_items=config.sessions.window_items,
         )
@@ -127,6 +131,8 @@ class Gateway:
             self._store, generator, self._tokenizers, self._name, config.http.busy_session_seconds, self._log
         )
         self._chat = ChatRoute(config, runner, self.metrics)
+        self._responses = ResponsesRoute(config, runner, self._store, self.metrics)
+        self._conversations = ConversationsRoute(config, self._store)
         self._background: tuple[asyncio.Task[None], ...] = ()
         self._log.info("gateway_started", gateway=self._name)
 
@@ -159,6 +165,70 @@ class Gateway:
         tenant = self._tenants.authenticate(request.headers.get("authorization"))
         self._start_background()
         return await self._chat.answer(request, tenant)
+
+    @app.post("/v1/responses")
+    async def create_response(self, request: Request) -> Response:
+        self._start_background()
+        return await self._responses.create(request, self._tenant(request))
+
+    @app.post("/v1/responses/input_tokens")
+    async def response_input_tokens(self, request: Request) -> Response:
+        return _json(await self._responses.input_tokens(request, self._tenant(request)))
+
+    @app.get("/v1/responses/{response_id}")
+    async def response(self, request: Request, response_id: str) -> Response:
+        return _json(await self._responses.read(self._tenant(request).name, response_id))
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(self, request: Request, response_id: str) -> Response:
+        return _json(await self._responses.cancel(self._tenant(request).name, response_id))
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def response_input_items(self, request: Request, response_id: str) -> Response:
+        return _json(await self._responses.input_items(request, self._tenant(request).name, response_id))
+
+    @app.post("/v1/conversations")
+    async def create_conversation(self, request: Request) -> Response:
+        return _json(await self._conversations.create(request, self._tenant(request).name))
+
+    @app.get("/v1/conversations/{name}")
+    async def conversation(self, request: Request, name: str) -> Response:
+        return _json(await self._conversations.read(self._tenant(request).name, name))
+
+    @app.post("/v1/conversations/{name}")
+    async def update_conversation(self, request: Request, name: str) -> Response:
+        return _json(await self._conversations.update(request, self._tenant(request).name, name))
+
+    @app.delete("/v1/conversations/{name}")
+    async def delete_conversation(self, request: Request, name: str) -> Response:
+        tenant = self._tenant(request).name
+        deleted = await self._conversations.delete(tenant, name)
+        await self._forget(f"{tenant}/{name}")
+        return _json(deleted)
+
+    @app.post("/v1/conversations/{name}/fork")
+    async def fork_conversation(self, request: Request, name: str) -> Response:
+        return _json(await self._conversations.fork(request, self._tenant(request).name, name))
+
+    @app.post("/v1/conversations/{name}/items")
+    async def add_items(self, request: Request, name: str) -> Response:
+        return _json(await self._conversations.add(request, self._tenant(request).name, name))
+
+    @app.get("/v1/conversations/{name}/items")
+    async def list_items(self, request: Request, name: str) -> Response:
+        return _json(await self._conversations.items(request, self._tenant(request).name, name))
+
+    @app.get("/v1/conversations/{name}/items/{item_id}")
+    async def item(self, request: Request, name: str, item_id: str) -> Response:
+        return _json(await self._conversations.item(self._tenant(request).name, name, item_id))
+
+    @app.put("/v1/conversations/{name}/items/{item_id}")
+    async def replace_item(self, request: Request, name: str, item_id: str) -> Response:
+        return _json(await self._conversations.replace(request, self._tenant(request).name, name, item_id))
+
+    @app.delete("/v1/conversations/{name}/items/{item_id}")
+    async def remove_item(self, request: Request, name: str, item_id: str) -> Response:
+        return _json(await self._conversations.remove(self._tenant(request).name, name, item_id))
 
     @app.get("/v1/models")
     async def models(self, request: Request) -> Response:
@@ -242,7 +312,22 @@ class Gateway:
         limit = admin.count_param(request.query_params.get("limit"), default=100, most=1000)
         info = await self._store.session_info(tenant, session_id)
         items = await self._store.read_items(tenant, session_id, max(0, info.items - limit), limit)
-        return _json({**dataclasses.asdict(info), "last_items": [dataclasses.asdict(item) for item in items]})
+        return _json({**dataclasses.asdict(info), "last_items": [admin.item(item) for item in items]})
+
+    @app.get("/admin/sessions/{tenant}/{session_id}/export")
+    async def admin_export_session(self, request: Request, tenant: str, session_id: str) -> Response:
+        self._tenants.authenticate_admin(request.headers.get("authorization"))
+        await self._store.session_info(tenant, session_id)  # a 404 before the headers
+        lines = self._store.export_session(tenant, session_id)
+        return StreamingResponse(lines, media_type="application/jsonl")
+
+    @app.post("/admin/sessions/{tenant}/import")
+    async def admin_import_session(self, request: Request, tenant: str) -> Response:
+        self._tenants.authenticate_admin(request.headers.get("authorization"))
+        tenant = admin.tenant_param(self._config, tenant)
+        raw = await read_body(request, admin.MOST_IMPORTED_BYTES)
+        name = await self._store.import_session(tenant, raw.splitlines(), request.query_params.get("session_id"))
+        return _json(dataclasses.asdict(await self._store.session_info(tenant, name)))
 
     @app.delete("/admin/sessions/{tenant}/{session_id}")
     async def admin_delete_session(self, request: Request, tenant: str, session_id: str) -> Response:
@@ -252,6 +337,9 @@ class Gateway:
         return _json({"tenant": tenant, "session_id": session_id, "deleted": True, **dropped})
 
     # -- inside -------------------------------------------------------------------------
+
+    def _tenant(self, request: Request) -> TenantConfig:
+        return self._tenants.authenticate(request.headers.get("authorization"))
 
     async def _picture(self) -> PoolPicture | None:
         try:

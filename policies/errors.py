@@ -10,11 +10,15 @@
     ├── PermissionDenied (403)
     ├── NotFound (404)
     │   ├── ModelNotFound
-    │   └── SessionNotFound
+    │   ├── SessionNotFound
+    │   ├── ItemNotFound
+    │   └── ResponseNotFound
     ├── MethodNotAllowed (405)
     ├── Conflict (409)
     │   ├── SessionBusy             another turn holds the session's lease
     │   ├── LeaseLost               our fencing token is stale; nothing was written
+    │   ├── TurnCancelled           its client has ended it
+    │   ├── SessionExists           there is one of that name
     │   └── IdempotencyMismatch     same key, different request
     ├── RateLimited (429)
     │   ├── TenantLimit             the tenant's own limit
@@ -137,6 +141,14 @@ class SessionNotFound(NotFound):
     code = "session_not_found"
 
 
+class ItemNotFound(NotFound):
+    code = "item_not_found"
+
+
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
+
+
 class MethodNotAllowed(OrchestratorError):
     code = "method_not_allowed"
     http_status = 405
@@ -155,6 +167,14 @@ class SessionBusy(Conflict):
 
 class LeaseLost(Conflict):
     code = "lease_lost"
+
+
+class TurnCancelled(Conflict):
+    code = "cancelled"
+
+
+class SessionExists(Conflict):
+    code = "session_exists"
 
 
 class IdempotencyMismatch(Conflict):

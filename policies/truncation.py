@@ -24,6 +24,7 @@ class Group:
     indices: tuple[int, ...]
     turn_ids: tuple[str, ...]
     orphan_result: str | None = None  # a tool call that is answered here but made nowhere in the items
+    open_call: str | None = None  # one that is made here and answered nowhere
 
 
 def is_head(item: ItemView) -> bool:
@@ -34,6 +35,7 @@ def is_head(item: ItemView) -> bool:
 def group_turns(items: Sequence[ItemView]) -> tuple[Group, ...]:
     """Group everything but the heads, ordered by each group's newest item."""
     calls = _calls_answered(items)
+    answered = {(call, items[index].result_of) for index, call in calls.items()}
     heads = _heads(items, calls)
     union = {item.turn_id: item.turn_id for item in items}
     for index, call in calls.items():
@@ -48,6 +50,7 @@ def group_turns(items: Sequence[ItemView]) -> tuple[Group, ...]:
             indices=tuple(indices),
             turn_ids=tuple(dict.fromkeys(items[i].turn_id for i in indices)),
             orphan_result=next((items[i].result_of for i in indices if calls.get(i, i) is None), None),
+            open_call=next((call for i in indices for call in items[i].call_ids if (i, call) not in answered), None),
         )
         for indices in sorted(members.values(), key=lambda indices: indices[-1])
     )
@@ -68,19 +71,21 @@ def fit(items: Sequence[ItemView], budget_tokens: int, count: Count) -> tuple[tu
 
     Raises:
         ContextLengthExceeded: heads and the newest group alone do not fit.
-        BadRequest: the newest group answers a tool call that is not among the items.
+        BadRequest: the newest group answers a tool call that is not among the items, or it, or the one before it,
+            makes one that is not answered.
     """
     groups = group_turns(items)
     _check_newest(groups, len(items))
+    _check_answered(groups[-2:])
     grouped = {index for group in groups for index in group.indices}
     heads = tuple(index for index in range(len(items)) if index not in grouped)
-    sendable = [group for group in groups if group.orphan_result is None]
+    sendable = [group for group in groups if group.orphan_result is None and group.open_call is None]
     kept, prompt_tokens, full_tokens = _longest_suffix(heads, sendable, budget_tokens, count)
     reasons = []
     if full_tokens > budget_tokens:
         reasons.append(f"{full_tokens} tokens exceed the budget of {budget_tokens}")
     if len(sendable) < len(groups):
-        reasons.append("a tool result without its call cannot be sent")
+        reasons.append("a tool result without its call, or a call without its result, cannot be sent")
     stays = set(kept)
     dropped = [item for index, item in enumerate(items) if index not in stays]
     return kept, TruncationRecord(
@@ -100,6 +105,13 @@ def _check_newest(groups: Sequence[Group], item_count: int) -> None:
             "items of this conversation: send it with the assistant message that made the call",
             param="messages",
         )
+
+
+def _check_answered(newest: Sequence[Group]) -> None:
+    """As OpenAI's API does it: a conversation does not go on past a call that nobody has answered."""
+    for group in newest:
+        if group.open_call is not None:
+            raise BadRequest(f"No tool output found for function call {group.open_call}.", param="input")
 
 
 def _longest_suffix(

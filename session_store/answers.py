@@ -8,7 +8,7 @@ import orjson
 
 from policies.errors import SessionBusy, StoreUnavailable, TenantLimit
 from policies.truncation import is_head
-from session_store.items import Item
+from session_store.items import parse_live
 from session_store.records import Replay
 
 UNLIMITED = -1  # how a missing limit is written for reserve.lua
@@ -28,37 +28,52 @@ def raise_refusal(*results: Any) -> None:
             raise answer
 
 
-def window(answer: Any, window_items: int) -> tuple[int, int, tuple[Item, ...], int]:
-    """(token, version, items, how many older items stayed in the store) of a granted begin.
+def begun(answer: Any, window_items: int, window_bytes: int) -> dict[str, Any]:
+    """The fields of ``Begun`` that a granted begin's answer has.
 
-    The answer holds one item more than the window. If the window would start inside a turn, the rest of
-    that turn stays behind too, unless nothing else would be left; heads always come.
+    If the window would start inside a turn, the rest of that turn stays behind too, unless nothing else would be left;
+    heads always come.
     """
-    _, token, version, total, _, head_data, window_data = answer
-    heads = [Item.from_json(data) for data in head_data]
-    items = [Item.from_json(data) for data in window_data]
-    if len(items) > window_items:
-        cut = next((i for i, item in enumerate(items) if item.turn_id != items[0].turn_id), 1)
-        heads += [item for item in items[:cut] if is_head(item.view())]
+    _, token, version, _, start, head_data, read, known = answer
+    heads = parse_live(head_data)
+    unread = start - len(head_data)
+    items = parse_live(read)
+    probed = start > 0 or len(read) > window_items or sum(map(len, read)) > window_bytes
+    if probed and items:  # the first item is there to tell whose turn the window starts in
+        cut = next((i for i, item in enumerate(items) if item.turn_id != items[0].turn_id), min(1, len(items) - 1))
+        saved = [item for item in items[:cut] if is_head(item.view())]
+        unread += cut - len(saved)
+        heads += saved
         items = items[cut:]
-    kept = (*heads, *items)
-    return int(token), int(version), kept, total - len(kept)
+    return {
+        "fencing_token": int(token),
+        "version": int(version),
+        "items": (*heads, *items),
+        "truncated_store": unread,
+        "known": frozenset(item_id.decode() for item_id in known),
+    }
 
 
 def replay(tenant: str, session_id: str, answer: Any) -> Replay:
     """The stored outcome behind an idempotency key."""
     _, turn_id, record, items = answer
-    place, _, body = record.partition(b"\n")
-    stored = orjson.loads(body)
+    _, _, stored = turn_record(record)
     return Replay(
         tenant=tenant,
         session_id=session_id,
         turn_id=turn_id.decode(),
-        version=int(place.split()[1]),
-        items=tuple(Item.from_json(data) for data in items),
+        version=int(record.split(b" ", 2)[1]),
+        items=tuple(parse_live(items)),
         reply=stored["reply"],
         truncation=stored["truncation"],
     )
+
+
+def turn_record(record: bytes) -> tuple[int, int, dict[str, Any]]:
+    """(index of its first item, how many it appended, {reply, truncation}) of a value of the turns' hash."""
+    place, _, body = record.partition(b"\n")
+    _, _, first, count = place.split()
+    return int(first), int(count), orjson.loads(body)
 
 
 def busy(session_id: str, answer: Any) -> SessionBusy:

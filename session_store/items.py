@@ -1,7 +1,8 @@
 """Owns the shape of one conversation item, in memory and as the JSON that lies in Redis.
 
-The JSON carries a schema version ``v``. Keys this version does not know (content parts)
-are kept in ``extra`` and written back unchanged, so an older gateway does not lose what a newer one stored.
+``body`` is the item in OpenAI's form, without its id: a message with content parts, a function call, its output, or
+reasoning. What a body holds beyond what is read here is kept and given back unchanged, and so is what a newer program
+wrote beside it (``extra``).
 """
 
 from __future__ import annotations
@@ -15,64 +16,72 @@ import orjson
 from policies.errors import BadRequest, OrchestratorError
 from policies.types import ItemView
 
-SCHEMA_VERSION = 1
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_FIELDS = frozenset(
-    {
-        "v", "item_id", "turn_id", "role", "content", "created",
-        "model", "name", "tool_calls", "tool_call_id", "pinned", "ids",
-    }
-)  # fmt: skip
+SCHEMA_VERSION = 2
+ROLES = frozenset({"system", "developer", "user", "assistant"})
+TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning"})
+_FIELDS = frozenset({"v", "id", "turn", "at", "item", "model", "pinned", "ids"})
+_ROLE_OF_TYPE = {"function_call": "assistant", "function_call_output": "tool", "reasoning": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item of a session. ``tool_calls`` are in OpenAI's form: ``{"id", "type", "function": {…}}``."""
+    """One item of a session."""
 
     item_id: str
-    turn_id: str
-    role: str
-    content: str
+    turn_id: str  # what it came with; in a prompt such items stay or go together
     created: float  # seconds since the epoch
+    body: Mapping[str, Any]
     model: str | None = None  # which model wrote it
-    tool_calls: tuple[dict[str, Any], ...] = ()
-    tool_call_id: str | None = None  # which call a tool item answers
     pinned: bool = False
-    name: str | None = None  # of the speaker or the tool, for templates that show it
-    ids: str | None = None  # how ``model`` said exactly this content (orchestrator.answers.keep)
+    ids: str | None = None  # how ``model`` said exactly this text (orchestrator.answers.keep)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ValueError(f"item {self.item_id}: role {self.role!r} is none of {', '.join(sorted(ROLES))}")
+        if self.type not in TYPES:
+            raise ValueError(f"item {self.item_id}: type {self.type!r} is none of {', '.join(sorted(TYPES))}")
+        if self.type == "message" and self.body.get("role") not in ROLES:
+            raise ValueError(
+                f"item {self.item_id}: role {self.body.get('role')!r} is none of {', '.join(sorted(ROLES))}"
+            )
         if clash := _FIELDS & self.extra.keys():
             raise ValueError(f"item {self.item_id}: extra may not hold {', '.join(sorted(clash))}")
 
+    @property
+    def type(self) -> str:
+        return str(self.body.get("type"))
+
+    @property
+    def role(self) -> str:
+        """Whose item it is: system, developer, user, assistant or tool."""
+        return _ROLE_OF_TYPE.get(self.type) or str(self.body["role"])
+
+    @property
+    def text(self) -> str:
+        """What it says to a model: a message's parts, or a function's output."""
+        return text_of(self.body["output"] if self.type == "function_call_output" else self.body.get("content"))
+
+    @property
+    def call_id(self) -> str | None:
+        """Of a function call, or of the one that an output answers."""
+        call_id = self.body.get("call_id")
+        return None if call_id is None else str(call_id)
+
     def to_json(self) -> bytes:
-        """The stored form; absent fields are left out. BadRequest if a text is not Unicode (lone
-        surrogates)."""
+        """The stored form; absent fields are left out. BadRequest if a text is not Unicode (lone surrogates)."""
         record: dict[str, Any] = {
             "v": SCHEMA_VERSION,
-            "item_id": self.item_id,
-            "turn_id": self.turn_id,
-            "role": self.role,
-            "content": self.content,
-            "created": self.created,
+            "id": self.item_id,
+            "turn": self.turn_id,
+            "at": self.created,
+            "item": self.body,
         }
-        optional = {
-            "model": self.model,
-            "name": self.name,
-            "tool_calls": self.tool_calls or None,
-            "tool_call_id": self.tool_call_id,
-            "pinned": self.pinned or None,
-            "ids": self.ids,
-        }
+        optional = {"model": self.model, "pinned": self.pinned or None, "ids": self.ids}
         record.update((name, value) for name, value in optional.items() if value is not None)
         record.update(self.extra)
         try:
             return orjson.dumps(record)
         except orjson.JSONEncodeError as error:
-            raise BadRequest(f"item {self.item_id} cannot be stored: {error}", param="messages") from error
+            raise BadRequest(f"item {self.item_id} cannot be stored: {error}", param="input") from error
 
     @classmethod
     def from_json(cls, data: bytes) -> Item:
@@ -80,20 +89,16 @@ class Item:
         record = orjson.loads(data)
         if record["v"] != SCHEMA_VERSION:
             raise OrchestratorError(
-                f"item {record.get('item_id')} has schema version {record['v']}, this program reads "
-                f"{SCHEMA_VERSION}: finish the upgrade of every gateway"
+                f"item {record.get('id')} has schema version {record['v']}, this program reads {SCHEMA_VERSION}: "
+                "finish the upgrade of every gateway, or delete the session"
             )
         return cls(
-            item_id=record["item_id"],
-            turn_id=record["turn_id"],
-            role=record["role"],
-            content=record["content"],
-            created=record["created"],
+            item_id=record["id"],
+            turn_id=record["turn"],
+            created=record["at"],
+            body=record["item"],
             model=record.get("model"),
-            tool_calls=tuple(record.get("tool_calls", ())),
-            tool_call_id=record.get("tool_call_id"),
             pinned=record.get("pinned", False),
-            name=record.get("name"),
             ids=record.get("ids"),
             extra={name: value for name, value in record.items() if name not in _FIELDS},
         )
@@ -104,7 +109,30 @@ class Item:
             item_id=self.item_id,
             turn_id=self.turn_id,
             role=self.role,
-            call_ids=tuple(call["id"] for call in self.tool_calls if "id" in call),
-            result_of=self.tool_call_id if self.role == "tool" else None,
+            call_ids=(str(self.call_id),) if self.type == "function_call" else (),
+            result_of=self.call_id if self.type == "function_call_output" else None,
             pinned=self.pinned,
         )
+
+
+def message(role: str, text: str) -> dict[str, Any]:
+    """The body of a message with one part."""
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+def text_of(content: Any) -> str:
+    """The text of a content: plain, or the parts that have one."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or part.get("refusal") or "" for part in content or ())
+
+
+def tombstone(item_id: str) -> bytes:
+    """What takes a deleted item's place in the list, so that no other item's index changes."""
+    return orjson.dumps({"v": SCHEMA_VERSION, "id": item_id, "gone": True})
+
+
+def parse_live(stored: list[bytes]) -> list[Item]:
+    """The items among them that have not been deleted."""
+    return [Item.from_json(data) for data in stored if not data.endswith(b'"gone":true}')]

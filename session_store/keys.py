@@ -5,14 +5,17 @@ the session by each script that touches it; a session nobody uses is gone after 
 
 | key                  | type   | TTL       | holds
 |----------------------|--------|-----------|----------------------------------------------------------------
-| co:{t/s}:meta        | hash   | sliding   | fence (last fencing token), version (committed turns), created_ms,
-|                      |        |           | updated_ms
+| co:{t/s}:meta        | hash   | sliding   | fence (last fencing token), version (changes so far), created_ms,
+|                      |        |           | updated_ms, kind, last (the turn committed last), metadata (JSON)
 | co:{t/s}:lease       | hash   | lease TTL | token, turn, owner, idem, fp of the turn that runs now
-| co:{t/s}:items       | list   | sliding   | item JSON, append-only; an item's index never changes
+| co:{t/s}:items       | list   | sliding   | item JSON, append-only; an item's index never changes (a deleted
+|                      |        |           | one leaves a tombstone)
 | co:{t/s}:heads       | list   | sliding   | indexes of system, developer and pinned items: always in the window
 | co:{t/s}:turns       | hash   | sliding   | turn id → "token version first count\\n" + JSON {reply, truncation}
 | co:{t/s}:idem        | hash   | sliding   | "t:"+key → turn id, "f:"+key → request fingerprint; finished only
 | co:{t/s}:incomplete  | list   | sliding   | JSON of the last 32 attempts that were not committed; never prompted
+| co:{t/s}:index       | hash   | sliding   | item id → its index; without those deleted
+| co:{t/s}:old         | list   | sliding   | the last 32 items that were superseded or deleted, as they were
 
 One tenant, slot ``{<tenant>}``. Session and tenant keys lie in two slots of a cluster, so no script touches
 both.
@@ -60,6 +63,8 @@ class SessionKeys:
     turns: str
     idem: str
     incomplete: str
+    index: str
+    old: str
 
     def all(self) -> tuple[str, ...]:
         return astuple(self)

@@ -1,7 +1,7 @@
 """Owns reading sessions back, listing and deleting them. None of it takes a lease.
 
-A session exists once it has a committed turn. Another tenant's session is another key: it is as if it did
-not exist.
+A session exists once it has a committed turn, or was made without one. Another tenant's session is another
+key: it is as if it did not exist.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 import orjson
 from redis.asyncio.client import Pipeline
 
-from policies.errors import BadRequest, SessionNotFound
+from policies.errors import BadRequest, ItemNotFound, SessionNotFound
+from session_store import answers
 from session_store.client import ScriptClient
-from session_store.items import Item
+from session_store.items import Item, parse_live
 from session_store.keys import session_keys, tenant_keys, turn_key
-from session_store.records import SessionInfo, SessionPage, TenantUsage
+from session_store.records import ItemPage, SessionInfo, SessionPage, StoredTurn, TenantUsage
 
-_META = ("version", "created_ms", "updated_ms")
+_META = ("version", "created_ms", "updated_ms", "kind", "metadata")
 _META_ANSWERS = 5  # commands that _ask_info sends
 
 
@@ -48,7 +49,78 @@ class SessionReader:
 
         version, data = await self._client.read(build)
         _check_exists(session_id, version)
-        return tuple(Item.from_json(item) for item in data)
+        return tuple(parse_live(data))
+
+    async def read_page(
+        self, tenant: str, session_id: str, after: str | None = None, count: int = 100, *, newest_first: bool = False
+    ) -> ItemPage:
+        """``count`` items behind the one with the id ``after``. SessionNotFound; BadRequest if there is none."""
+        keys = session_keys(tenant, session_id)
+
+        def ask(pipe: Pipeline) -> None:
+            pipe.hget(keys.meta, "version")
+            pipe.llen(keys.items)
+            pipe.hget(keys.index, after or "")
+
+        version, total, index = await self._client.read(ask)
+        _check_exists(session_id, version)
+        if after is not None and index is None:
+            raise BadRequest(f"after: there is no item {after} in {session_id}", param="after")
+        step = -1 if newest_first else 1
+        at = (total - 1 if newest_first else 0) if index is None else int(index) + step
+        found: list[Item] = []
+        while len(found) <= count and 0 <= at < total:  # deleted items leave gaps
+            wanted = count + 1 - len(found)
+            first, last = (max(0, at - wanted + 1), at) if newest_first else (at, min(total, at + wanted) - 1)
+            found += parse_live(await self._slice(keys.items, first, last))[::step]
+            at = first - 1 if newest_first else last + 1
+        return ItemPage(tuple(found[:count]), len(found) > count)
+
+    async def read_item(self, tenant: str, session_id: str, item_id: str) -> Item:
+        """SessionNotFound, ItemNotFound."""
+        keys = session_keys(tenant, session_id)
+
+        def ask(pipe: Pipeline) -> None:
+            pipe.hget(keys.meta, "version")
+            pipe.hget(keys.index, item_id)
+
+        version, index = await self._client.read(ask)
+        _check_exists(session_id, version)
+        if index is not None and (found := parse_live(await self._slice(keys.items, int(index), int(index)))):
+            return found[0]
+        raise item_not_found(session_id, item_id)
+
+    async def read_turn(self, tenant: str, session_id: str, turn_id: str) -> StoredTurn | None:
+        """What became of a turn; None if nothing is known of it."""
+        keys = session_keys(tenant, session_id)
+
+        def ask(pipe: Pipeline) -> None:
+            pipe.hget(keys.turns, turn_id)
+            pipe.hget(keys.lease, "turn")
+            pipe.lrange(keys.incomplete, 0, -1)
+
+        record, running, incomplete = await self._client.read(ask)
+        if record is not None:
+            first, count, stored = answers.turn_record(record)
+            items = tuple(parse_live(await self._slice(keys.items, first, first + count - 1))) if count else ()
+            return StoredTurn(turn_id, "completed", items, stored.get("reply", {}), stored.get("truncation", {}))
+        if running is not None and running.decode() == turn_id:
+            return StoredTurn(turn_id, "running")
+        attempts = [attempt for attempt in map(orjson.loads, incomplete) if attempt["turn_id"] == turn_id]
+        return StoredTurn(turn_id, attempts[0]["reason"]) if attempts else None  # the first says why
+
+    async def end_of_turn(self, tenant: str, session_id: str, turn_id: str) -> int:
+        """The index behind a turn's last item. SessionNotFound if there is no such turn."""
+        key = session_keys(tenant, session_id).turns
+        (record,) = await self._client.read(lambda pipe: pipe.hget(key, turn_id))
+        if record is None:
+            raise not_found(session_id)
+        first, count, _ = answers.turn_record(record)
+        return first + count
+
+    async def _slice(self, key: str, first: int, last: int) -> list[bytes]:
+        (data,) = await self._client.read(lambda pipe: pipe.lrange(key, first, last))
+        return list(data)
 
     async def read_incomplete(self, tenant: str, session_id: str) -> tuple[dict[str, Any], ...]:
         """The remembered attempts that were not committed, oldest first: turn_id, reason, used_tokens."""
@@ -60,7 +132,7 @@ class SessionReader:
         """SessionNotFound if it has no committed turn."""
         info = _info(tenant, session_id, await self._client.read(lambda pipe: _ask_info(pipe, tenant, session_id)))
         if info is None:
-            raise _not_found(session_id)
+            raise not_found(session_id)
         return info
 
     async def list_sessions(self, tenant: str, cursor: str | None = None, count: int = 100) -> SessionPage:
@@ -140,8 +212,8 @@ def _ask_info(pipe: Pipeline, tenant: str, session_id: str) -> None:
     pipe.hget(keys.lease, "turn")
 
 
-def _info(tenant: str, session_id: str, answers: list[Any]) -> SessionInfo | None:
-    (version, created_ms, updated_ms), ttl_ms, items, incomplete, turn_id = answers
+def _info(tenant: str, session_id: str, got: list[Any]) -> SessionInfo | None:
+    (version, created_ms, updated_ms, kind, metadata), ttl_ms, items, incomplete, turn_id = got
     if not int(version or 0):
         return None
     return SessionInfo(
@@ -154,16 +226,22 @@ def _info(tenant: str, session_id: str, answers: list[Any]) -> SessionInfo | Non
         updated=int(updated_ms) / 1000,
         expires_in_seconds=ttl_ms / 1000,
         running_turn_id=turn_id.decode() if turn_id else None,
+        kind=kind.decode(),
+        metadata=orjson.loads(metadata or b"{}"),
     )
 
 
 def _check_exists(session_id: str, version: bytes | None) -> None:
     if not int(version or 0):
-        raise _not_found(session_id)
+        raise not_found(session_id)
 
 
-def _not_found(session_id: str) -> SessionNotFound:
+def not_found(session_id: str) -> SessionNotFound:
     return SessionNotFound(f"there is no session {session_id}", param="session_id")
+
+
+def item_not_found(session_id: str, item_id: str) -> ItemNotFound:
+    return ItemNotFound(f"there is no item {item_id} in {session_id}", param="item_id")
 
 
 def _check_cursor(cursor: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from session_store.items import Item
@@ -17,9 +17,10 @@ class Begun:
     session_id: str
     turn_id: str
     fencing_token: int
-    version: int  # committed turns before this one
+    version: int  # changes before this one
     items: tuple[Item, ...]  # heads older than the window, then the window, whole turns only
     truncated_store: int  # older items that stayed in the store
+    known: frozenset[str] = frozenset()  # of the ids asked for: those of items that are stored already
     idempotency_key: str | None = None
     request_fingerprint: str | None = None
 
@@ -31,10 +32,39 @@ class Replay:
     tenant: str
     session_id: str
     turn_id: str  # of the turn that finished, not of the one that asked
-    version: int  # committed turns, that one included
+    version: int  # changes, that one included
     items: tuple[Item, ...]  # what that turn appended
     reply: Mapping[str, Any]
     truncation: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The session does not go on from the turn that was asked for; nothing is held."""
+
+    tenant: str
+    session_id: str
+    turn_id: str
+    end: int  # index behind that turn's last item: fork there
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTurn:
+    """A turn of the past, or one that runs or did not come to its end."""
+
+    turn_id: str
+    status: str  # completed | running | a reason why it was given up
+    items: tuple[Item, ...] = ()  # what it appended, without what was deleted since
+    reply: Mapping[str, Any] = field(default_factory=dict)
+    truncation: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPage:
+    """Some items of a session; ``more``: there are others behind the last."""
+
+    items: tuple[Item, ...]
+    more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +73,15 @@ class SessionInfo:
 
     tenant: str
     session_id: str
-    version: int  # committed turns
-    items: int
+    version: int  # changes so far: turns, items added, superseded and deleted
+    items: int  # deleted ones included
     incomplete: int  # remembered attempts that were not committed
     created: float  # seconds since the epoch, Redis's clock
     updated: float
     expires_in_seconds: float
     running_turn_id: str | None  # who holds the lease now
+    kind: str = "session"
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,19 +12,20 @@ import asyncio
 import logging
 import random
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from policies.errors import IdempotencyMismatch, LeaseLost, SessionBusy, StoreUnavailable
-from policies.truncation import is_head
 from session_store import answers
 from session_store.answers import UNLIMITED
+from session_store.changing import Lifetimes, SessionChanger, to_ms, triple
 from session_store.client import Call, ScriptClient
 from session_store.items import Item
 from session_store.keys import check_idempotency_key, session_keys, tenant_keys
-from session_store.reading import SessionReader
-from session_store.records import Begun, Replay
+from session_store.reading import not_found
+from session_store.records import Begun, Moved, Replay
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +34,32 @@ SETTLED_TTL_SECONDS = 3600
 _POLL_SECONDS = (0.02, 0.25)  # first and longest pause while waiting for a busy session
 
 
-def _ms(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a turn wants of its session beyond the lease."""
+
+    window_bytes: int = 1 << 30  # of stored items, newest first, that are read at most, besides older heads
+    kind: str = "session"  # of a session that this turn makes
+    must_exist: bool = False  # else SessionNotFound
+    after: str | None = (
+        None  # the turn that must be the last of a chain; Moved if it is not, SessionNotFound if unknown
+    )
+    item_ids: tuple[str, ...] = ()  # ``Begun.known`` says which of them are stored
 
 
-class SessionStore(SessionReader):
+ANY_SESSION = Wish()
+
+
+class SessionStore(SessionChanger):
     """Sessions and tenant reservations in plain Redis (6.2 or newer, or Valkey).
 
     Args:
         url: ``redis://:password@host:port/0``.
         session_ttl_seconds: an unused session is gone after this long.
+        tenant_ttl_seconds: the same of the tenants named here.
         lease_ttl_seconds: a turn or reservation that is not renewed lapses after this long; renew at a
             third of it.
-        window_items: how many of the newest items ``begin_turn`` returns, besides older heads.
+        window_items: how many of the newest items ``begin_turn`` returns at most, besides older heads.
         command_timeout_seconds: how long one round trip may take; an unanswered one is tried once more.
 
     Every method raises StoreUnavailable when Redis is unreachable, full, read-only or silent.
@@ -56,18 +70,20 @@ class SessionStore(SessionReader):
         url: str,
         *,
         session_ttl_seconds: float = 7 * 24 * 3600,
+        tenant_ttl_seconds: Mapping[str, float] | None = None,
         lease_ttl_seconds: float = 15.0,
         window_items: int = 512,
         command_timeout_seconds: float = 5.0,
     ) -> None:
-        if not 0 < lease_ttl_seconds <= session_ttl_seconds:
-            raise ValueError("lease_ttl_seconds must be above 0 and at most session_ttl_seconds")
+        lifetimes = Lifetimes(session_ttl_seconds, tenant_ttl_seconds or {})
+        shortest = min(session_ttl_seconds, *lifetimes.of_tenant.values(), session_ttl_seconds)
+        if not 0 < lease_ttl_seconds <= shortest:
+            raise ValueError(f"lease_ttl_seconds must be above 0 and at most {shortest:g}, the shortest session TTL")
         if window_items < 1:
             raise ValueError("window_items must be at least 1")
-        super().__init__(ScriptClient(url, command_timeout_seconds))
+        super().__init__(ScriptClient(url, command_timeout_seconds), lifetimes)
         self.lease_ttl_seconds = lease_ttl_seconds
-        self._lease_ms = _ms(lease_ttl_seconds)
-        self._session_ms = _ms(session_ttl_seconds)
+        self._lease_ms = to_ms(lease_ttl_seconds)
         self._window_items = window_items
         self._background: set[asyncio.Task[None]] = set()
 
@@ -91,14 +107,15 @@ class SessionStore(SessionReader):
         max_reserved_tokens: int | None,
         idempotency_key: str | None = None,
         request_fingerprint: str | None = None,
-    ) -> Begun | Replay:
+        wish: Wish = ANY_SESSION,
+    ) -> Begun | Replay | Moved:
         """Take the session's lease and a place of the tenant's, and read the window: one round trip.
 
-        A limit of None is no limit. Raises SessionBusy, IdempotencyMismatch, TenantLimit or BadRequest;
-        nothing is held then, nor after a Replay.
+        A limit of None is no limit. Raises SessionBusy, SessionNotFound, IdempotencyMismatch, TenantLimit or
+        BadRequest; nothing is held then, nor after a Replay or Moved.
         """
         request = (check_idempotency_key(idempotency_key), request_fingerprint or "")
-        begin = self._begin_call(tenant, session_id, turn_id, owner, request)
+        begin = self._begin_call(tenant, session_id, turn_id, owner, request, wish)
         place = self._reserve_call(tenant, turn_id, reserve_tokens, max_concurrent, max_reserved_tokens)
         undo = (
             self._abort_call(tenant, session_id, turn_id),
@@ -109,19 +126,19 @@ class SessionStore(SessionReader):
         if not all(took):
             taken = [call for call, was_taken in zip(undo, took, strict=True) if was_taken]
             await asyncio.shield(self._in_background(self._give_back(taken)))
-            return self._refused(tenant, session_id, session, reserved, reserve_tokens)
+            return self._refused(tenant, session_id, session, reserved, reserve_tokens, wish)
         return Begun(
             tenant,
             session_id,
             turn_id,
-            *answers.window(session, self._window_items),
-            idempotency_key,
-            request_fingerprint,
+            idempotency_key=idempotency_key,
+            request_fingerprint=request_fingerprint,
+            **answers.begun(session, self._window_items, wish.window_bytes),
         )
 
     async def begin_turn_waiting(
         self, tenant: str, session_id: str, turn_id: str, *, deadline_seconds: float, **begin: Any
-    ) -> Begun | Replay:
+    ) -> Begun | Replay | Moved:
         """``begin_turn``, asking again for up to ``deadline_seconds`` while the session is busy; then
         SessionBusy."""
         loop = asyncio.get_running_loop()
@@ -141,7 +158,7 @@ class SessionStore(SessionReader):
         """Keep lease and reservation for another ``lease_ttl_seconds``. LeaseLost if the lease is another's
         now."""
         keys = session_keys(begun.tenant, begun.session_id).all()
-        args = (begun.fencing_token, begun.turn_id, self._lease_ms, self._session_ms)
+        args = (begun.fencing_token, begun.turn_id, self._lease_ms, self._lifetimes.ms(begun.tenant))
         place = Call("renew_place", tenant_keys(begun.tenant).all(), (begun.turn_id, self._lease_ms))
         lease, _ = await self._client.run(Call("renew_lease", keys, args), place)
         self._check_lease(begun, lease)
@@ -161,21 +178,19 @@ class SessionStore(SessionReader):
         lease had gone to another turn or the session was deleted, and nothing was appended. The caller
         shields it from cancellation: once sent, the turn may be in the history.
         """
-        if strange := [item.item_id for item in items if item.turn_id != begun.turn_id]:
+        if strange := [item.item_id for item in items if item.turn_id.partition(".")[0] != begun.turn_id]:
             raise ValueError(f"items of another turn than {begun.turn_id}: {', '.join(strange)}")
-        head_offsets = ",".join(str(i) for i, item in enumerate(items) if is_head(item.view()))
         commit = Call(
             "commit_turn",
             session_keys(begun.tenant, begun.session_id).all(),
             (
                 begun.fencing_token,
                 begun.turn_id,
-                self._session_ms,
+                self._lifetimes.ms(begun.tenant),
                 begun.idempotency_key or "",
                 begun.request_fingerprint or "",
                 orjson.dumps({"reply": reply, "truncation": truncation_record}),
-                head_offsets,
-                *(item.to_json() for item in items),
+                *(value for item in items for value in triple(item)),
             ),
         )
         settle = self._settle_call(begun.tenant, begun.turn_id, used_tokens, "commit", begun.session_id)
@@ -194,6 +209,14 @@ class SessionStore(SessionReader):
             self._settle_call(begun.tenant, begun.turn_id, used_tokens, "abort", begun.session_id),
         )
         answers.raise_refusal(*results)
+
+    async def cancel_turn(self, tenant: str, session_id: str, turn_id: str) -> bool:
+        """Take the lease from a turn that holds it, so that it cannot be committed; False if it does not hold it."""
+        attempt = orjson.dumps({"turn_id": turn_id, "reason": "cancelled", "used_tokens": 0})
+        args = (turn_id, self._lifetimes.ms(tenant), attempt, INCOMPLETE_KEPT)
+        (answer,) = await self._client.run(Call("cancel_turn", session_keys(tenant, session_id).all(), args))
+        answers.raise_refusal(answer)
+        return answers.status(answer) == "ok"
 
     # The tenant
 
@@ -228,8 +251,10 @@ class SessionStore(SessionReader):
 
     # Inside
 
-    def _refused(self, tenant: str, session_id: str, session: Any, reserved: Any, reserve_tokens: int) -> Replay:
-        """The replay, or the error that says most: store, mismatch, busy, then the tenant's limit."""
+    def _refused(
+        self, tenant: str, session_id: str, session: Any, reserved: Any, reserve_tokens: int, wish: Wish
+    ) -> Replay | Moved:
+        """The replay, or the error that says most: store, mismatch, missing, busy, then the tenant's limit."""
         answers.raise_refusal(session)
         match answers.status(session):
             case "replay":
@@ -240,6 +265,10 @@ class SessionStore(SessionReader):
                     "use a new key, or send the same request",
                     param="Idempotency-Key",
                 )
+            case "missing":
+                raise not_found(session_id)
+            case "moved":
+                return Moved(tenant, session_id, str(wish.after), int(session[1]))
             case "busy":
                 raise answers.busy(session_id, session)
         answers.raise_refusal(reserved)
@@ -254,10 +283,14 @@ class SessionStore(SessionReader):
                 "send it again"
             )
 
-    def _begin_call(self, tenant: str, session_id: str, turn_id: str, owner: str, request: tuple[str, str]) -> Call:
-        # One item more than the window: its turn id tells whether the window starts inside a turn.
-        window = self._window_items + 1
-        args = (turn_id, owner, self._lease_ms, self._session_ms, *request, window)
+    def _begin_call(
+        self, tenant: str, session_id: str, turn_id: str, owner: str, request: tuple[str, str], wish: Wish
+    ) -> Call:
+        args = (
+            *(turn_id, owner, self._lease_ms, self._lifetimes.ms(tenant), *request),
+            *(self._window_items, wish.window_bytes, wish.kind, "1" if wish.must_exist else "", wish.after or ""),
+            *wish.item_ids,
+        )
         return Call("begin_turn", session_keys(tenant, session_id).all(), args)
 
     def _reserve_call(
@@ -267,13 +300,13 @@ class SessionStore(SessionReader):
         return Call("reserve", tenant_keys(tenant).all(), (turn_id, tokens, *limits, self._lease_ms))
 
     def _settle_call(self, tenant: str, turn_id: str, used_tokens: int, mode: str, session_id: str = "") -> Call:
-        args = (turn_id, used_tokens, mode, session_id, self._session_ms, _ms(SETTLED_TTL_SECONDS))
+        args = (turn_id, used_tokens, mode, session_id, self._lifetimes.ms(tenant), to_ms(SETTLED_TTL_SECONDS))
         return Call("settle", tenant_keys(tenant).all(), args)
 
     def _abort_call(
         self, tenant: str, session_id: str, turn_id: str, token: int | str = "", attempt: bytes = b""
     ) -> Call:
-        args = (token, turn_id, self._session_ms, attempt, INCOMPLETE_KEPT)
+        args = (token, turn_id, self._lifetimes.ms(tenant), attempt, INCOMPLETE_KEPT)
         return Call("abort_turn", session_keys(tenant, session_id).all(), args)
 
     async def _run_or_give_back(self, calls: Sequence[Call], undo: Sequence[Call]) -> list[Any]:

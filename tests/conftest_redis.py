@@ -13,7 +13,7 @@ import redis
 
 from policies.errors import StoreUnavailable
 from session_store.embedded import EmbeddedRedis, find_server
-from session_store.items import Item
+from session_store.items import Item, message
 from session_store.records import Begun, Replay
 from session_store.store import SessionStore
 
@@ -58,8 +58,7 @@ async def store(redis_server: EmbeddedRedis, raw: redis.Redis) -> AsyncIterator[
 def said(turn_id: str, *pairs: tuple[str, str]) -> list[Item]:
     """Items of one turn from (role, content) pairs."""
     return [
-        Item(item_id=f"{turn_id}.{n}", turn_id=turn_id, role=role, content=content, created=1.5e9 + n)
-        for n, (role, content) in enumerate(pairs)
+        Item(f"{turn_id}.{n}", turn_id, 1.5e9 + n, message(role, content)) for n, (role, content) in enumerate(pairs)
     ]
 
 
@@ -78,7 +77,7 @@ async def take_turn(store: SessionStore, tenant: str, session_id: str, turn_id: 
 
 
 def contents(items: tuple[Item, ...]) -> list[str]:
-    return [item.content for item in items]
+    return [item.text for item in items]
 
 
 class Wire:

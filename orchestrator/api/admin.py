@@ -12,13 +12,16 @@ from typing import Any
 from engine.snapshot import EngineSnapshot
 from model_pool.effects import ModelStatus, PoolEvent
 from model_pool.ledger import DeviceBooks
+from orchestrator.api.items import shown
 from orchestrator.config import Config
 from orchestrator.contexts import HostContexts
 from orchestrator.pool_words import ModelPicture, PoolPicture
 from policies.errors import BadRequest, ModelNotFound, NotFound, OrchestratorError
 from policies.types import ModelState
+from session_store.items import Item
 
 VERBS = ("load", "wake", "sleep", "unload", "pin", "unpin")
+MOST_IMPORTED_BYTES = 256 * 2**20
 NO_PROCESS = (ModelState.COLD, ModelState.FAILED, ModelState.LOST, ModelState.UNLOADING)
 
 
@@ -58,6 +61,12 @@ async def _contexts_of(
     if isinstance(answer, OrchestratorError):
         return HostContexts(status.model, status.host, state, None, answer.message)
     return HostContexts(status.model, status.host, state, answer, None)
+
+
+def item(stored: Item) -> dict[str, Any]:
+    """An item for an operator: as its API shows it, and whose it is."""
+    return {**shown(stored), "turn_id": stored.turn_id, "created": stored.created, "model": stored.model,
+            "pinned": stored.pinned}  # fmt: skip
 
 
 def one_model(listed: dict[str, Any], name: str) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from policies.errors import BadRequest, UnsupportedField
 
 # Fields of the OpenAI API that are known and not built, with the only values that mean "off".
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
     "parallel_tool_calls": (),
     "functions": ([],),
     "function_call": ("none",),
@@ -38,6 +36,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 MOST_BIASES = 1024
+KIND = re.compile(r"str|float|list\[.*\]|[A-Z]\w+")  # what pydantic puts between fields: which kind of a union it tried
 DURATION = re.compile(r"(-?\d+(?:\.\d+)?)([smh]?)")
 DURATION_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -48,12 +47,25 @@ class TextPart(BaseModel):
     text: str
 
 
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    id: str = Field(min_length=1)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None
 
@@ -61,6 +73,8 @@ class Message(BaseModel):
     def _says_something(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError(f"a {self.role} message needs content")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a tool message needs tool_call_id: the call that it answers")
         return self
 
     def text(self) -> str:
@@ -69,12 +83,50 @@ class Message(BaseModel):
         return self.content or ""
 
 
+class Function(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    function: Function
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
 
 
-class ChatRequest(BaseModel):
+class KeepAlive(BaseModel):
+    """``keep_alive``: how long the model stays awake after the request."""
+
+    keep_alive: float | str | None = None
+
+    @property
+    def keep_alive_seconds(self) -> float | None:
+        assert not isinstance(self.keep_alive, str)  # the validator has read it
+        return self.keep_alive
+
+    @field_validator("keep_alive")
+    @classmethod
+    def _duration(cls, value: float | str | None) -> float | None:
+        """Seconds, or a text such as "30s", "5m", "1h"; negative: for ever (as ollama has it)."""
+        if isinstance(value, str):
+            found = DURATION.fullmatch(value)
+            if found is None:
+                raise ValueError(f"{value!r} is no duration: seconds, or a number with s, m or h")
+            value = float(found[1]) * DURATION_SECONDS[found[2] or "s"]
+        if value is not None and not math.isfinite(value):
+            raise ValueError("must be finite; a negative number means for ever")
+        return math.inf if value is not None and value < 0 else value
+
+
+class ChatRequest(KeepAlive):
     """Body of POST /v1/chat/completions. The README's table says what each field means; a test compares the two."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -101,8 +153,9 @@ class ChatRequest(BaseModel):
     n: int = Field(1, ge=1, le=8)
     user: str | None = None  # carried by clients for their own records
     metadata: dict[str, str] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] = "auto"
     session_id: str | None = None
-    keep_alive: float | str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] = "in_memory"
 
     @field_validator("stream_options")
@@ -129,24 +182,6 @@ class ChatRequest(BaseModel):
         if any(not stop for stop in stops):
             raise ValueError("a stop string must not be empty")
         return value
-
-    @property
-    def keep_alive_seconds(self) -> float | None:
-        assert not isinstance(self.keep_alive, str)  # the validator has read it
-        return self.keep_alive
-
-    @field_validator("keep_alive")
-    @classmethod
-    def _duration(cls, value: float | str | None) -> float | None:
-        """Seconds, or a text such as "30s", "5m", "1h"; negative: for ever (as ollama has it)."""
-        if isinstance(value, str):
-            found = DURATION.fullmatch(value)
-            if found is None:
-                raise ValueError(f"{value!r} is no duration: seconds, or a number with s, m or h")
-            value = float(found[1]) * DURATION_SECONDS[found[2] or "s"]
-        if value is not None and not math.isfinite(value):
-            raise ValueError("must be finite; a negative number means for ever")
-        return math.inf if value is not None and value < 0 else value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -195,32 +230,11 @@ class ChatRequest(BaseModel):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-def refuse_unsupported(body: Any) -> None:
-    """UnsupportedField for a known field we do not support and that is not switched off; BadRequest for no object."""
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    for name, off in UNSUPPORTED.items():
-        if name in body and body[name] is not None and body[name] not in off:
-            raise UnsupportedField(f"{name!r} is not supported by this service; leave it out", param=name)
-
-
-def drop_switched_off(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without known fields that are switched off, so that what is left can be held against ChatRequest.
-
-    ``null`` means "as if left out": OpenAI's clients send it so.
-    """
-    return {
-        name: value
-        for name, value in body.items()
-        if name not in UNSUPPORTED and (value is not None or name not in ChatRequest.model_fields)
-    }
-
-
-def explain_invalid(errors: list[Any]) -> BadRequest:
+def explain_invalid(errors: list[Any], within: str = "") -> BadRequest:
     """The first problem of a pydantic ValidationError as an OpenAI error naming the field."""
-    first = errors[0]
-    location = [str(part) for part in first["loc"] if part not in ("str", "float", "list[TextPart]", "list[str]")]
-    param = ".".join(location) or None
+    first = errors[-1] if errors[0]["loc"][-1:] == ("str",) else errors[0]  # of a text or parts: what parts lack
+    names = [str(part) for part in first["loc"] if not KIND.fullmatch(str(part))]
+    param = ".".join([*([within] if within else []), *names]) or None
     if first["type"] == "extra_forbidden":
         return UnsupportedField(f"unknown field {param!r}", param=param)
     return BadRequest(f"{param}: {first['msg']}" if param else first["msg"], param=param)

@@ -60,17 +60,28 @@ class bars:
 
 def admin(method: str, path: str, url: str | None, key: str | None) -> Any:
     """Call the running service; NotReachable (exit code 3) when there is none."""
+    text = admin_text(method, path, url, key)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise NotReachable(f"what answers at {find_url(url)} is not this service: {error}") from error
+
+
+def admin_text(method: str, path: str, url: str | None, key: str | None, body: bytes | None = None) -> str:
+    """The same for answers that are not JSON, and with a body to send."""
     base = find_url(url)
     headers = {"Authorization": f"Bearer {key or run_file().get('admin_key') or ''}"}
     try:
-        response = httpx.request(method, f"{base}{path}", headers=headers, timeout=15)
-        body = response.json()
-    except (httpx.HTTPError, ValueError) as error:
+        response = httpx.request(method, f"{base}{path}", headers=headers, content=body, timeout=60 if body else 15)
+    except httpx.HTTPError as error:
         raise NotReachable(f"the service at {base} does not answer: {error}") from error
     if response.is_error:
-        said = body.get("error", {}) if isinstance(body, dict) else {}
-        raise OrchestratorError(said.get("message") or f"{base} answered {response.status_code}")
-    return body
+        try:
+            said = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            said = f"{base} answered {response.status_code}"
+        raise OrchestratorError(said)
+    return response.text
 
 
 def find_url(url: str | None) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
 
+import orjson
 import typer
 from rich.table import Table
 
 from orchestrator.cli.app import app
-from orchestrator.cli.common import JsonOption, KeyOption, UrlOption, admin, out
+from orchestrator.cli.common import JsonOption, KeyOption, UrlOption, admin, admin_text, out
 
 sessions = typer.Typer(help="List, show and remove stored conversations.", no_args_is_help=True)
 app.add_typer(sessions, name="sessions")
@@ -31,10 +34,11 @@ def ls(
     if as_json:
         out.print_json(data=page)
         return
-    table = Table("SESSION", "TURNS", "ITEMS", "LAST-USED", "EXPIRES-IN", "RUNNING")
+    table = Table("SESSION", "KIND", "CHANGES", "ITEMS", "LAST-USED", "EXPIRES-IN", "RUNNING")
     for session in page["sessions"]:
         table.add_row(
             session["session_id"],
+            session["kind"],
             str(session["version"]),
             str(session["items"]),
             f"{time.time() - session['updated']:.0f} s ago",
@@ -60,10 +64,32 @@ def show(
     if as_json:
         out.print_json(data=body)
         return
-    out.print(f"{body['version']} turns, {body['items']} items, {body['incomplete']} attempts that were not committed")
+    out.print(
+        f"{body['version']} changes, {body['items']} items, {body['incomplete']} attempts that were not committed"
+    )
     for item in body["last_items"]:
-        by = f" ({item['model']})" if item["model"] else ""
-        out.print(f"{item['role']}{by}: {item['content']}", highlight=False, markup=False)
+        out.print(_line(item), highlight=False, markup=False)
+
+
+@sessions.command("export", epilog="Example: orchestrator sessions export acme tour > tour.jsonl")
+def export(tenant: TenantArgument, session_id: str, url: UrlOption = None, key: KeyOption = None) -> None:
+    """Write a session to standard output: JSON lines, the session first, then its items."""
+    typer.echo(admin_text("GET", f"/admin/sessions/{tenant}/{session_id}/export", url, key), nl=False)
+
+
+@sessions.command("import", epilog="Example: orchestrator sessions import acme tour.jsonl")
+def import_(
+    tenant: TenantArgument,
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What export has written.")],
+    name: Annotated[str | None, typer.Option(help="Another name than it had.")] = None,
+    url: UrlOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Make an exported session again. One of that name must not be there."""
+    query = f"?session_id={quote(name, safe='')}" if name else ""
+    said = admin_text("POST", f"/admin/sessions/{tenant}/import{query}", url, key, file.read_bytes())
+    made = orjson.loads(said)
+    out.print(f"made {tenant}/{made['session_id']} with {made['items']} items")
 
 
 @sessions.command("rm", epilog="Example: orchestrator sessions rm acme tour")
@@ -71,3 +97,16 @@ def rm(tenant: TenantArgument, session_id: str, url: UrlOption = None, key: KeyO
     """Delete a session; a turn that runs on it fails."""
     admin("DELETE", f"/admin/sessions/{tenant}/{session_id}", url, key)
     out.print(f"deleted {tenant}/{session_id}")
+
+
+def _line(item: dict[str, Any]) -> str:
+    by = f" ({item['model']})" if item["model"] else ""
+    match item["type"]:
+        case "message":
+            return f"{item['role']}{by}: {''.join(part.get('text', '') for part in item['content'])}"
+        case "function_call":
+            return f"calls{by}: {item['name']}({item['arguments']})"
+        case "function_call_output":
+            return f"output of {item['call_id']}: {item['output']}"
+        case kind:
+            return f"{kind}{by}"

@@ -1,6 +1,6 @@
 -- Give up a turn: free the lease if it is ours, and remember the attempt outside the prompts.
 --
--- KEYS 1 meta  2 lease  3 items  4 heads  5 turns  6 idem  7 incomplete      (one slot: the session's)
+-- KEYS 1 meta  2 lease  3 items  4 heads  5 turns  6 idem  7 incomplete  8 index  9 old      (one slot: the session's)
 -- ARGV 1 token ("" = whichever token this turn id holds)  2 turn id  3 session TTL, ms
 --      4 JSON of the attempt ("" = remember nothing)  5 how many attempts to keep
 -- returns {'ok'}          freed, or the lease was not ours anyway

@@ -26,7 +26,7 @@ from policies.errors import (
 )
 from session_store import embedded
 from session_store.embedded import EmbeddedRedis
-from session_store.items import Item
+from session_store.items import Item, message
 from session_store.keys import session_keys, tenant_keys
 from session_store.records import Begun, Replay
 from session_store.store import SessionStore
@@ -176,7 +176,7 @@ async def test_the_window_holds_whole_turns_and_every_older_head(redis_server: E
     try:
         first = await begin(store, T, S, "t0")
         items = said("t0", ("system", "rules"), ("user", "q0"), ("assistant", "a0"))
-        items.append(Item("pin", "t0", "user", "pinned", 1.0, pinned=True))
+        items.append(Item("pin", "t0", 1.0, message("user", "pinned"), pinned=True))
         await store.commit_turn(first, items, {}, {}, 1)
         for n in (1, 2, 3):
             await take_turn(store, T, S, f"t{n}")
@@ -323,6 +323,12 @@ async def test_every_key_of_a_session_has_a_ttl_after_every_operation(
         check()
         replay = await store.begin_turn(T, S, "t3", **LIMITS, idempotency_key="k")
         assert isinstance(replay, Replay)
+        check()
+        await store.add_items(T, S, said("t4", ("user", "q2")), "change 1")
+        check()
+        await store.delete_item(T, S, "t4.0")
+        check()
+        await store.set_metadata(T, S, {"a": "b"})
         check()
         assert seen == {key.encode() for key in session_keys(T, S).all()}
         lasting = {key for key in raw.scan_iter() if raw.pttl(key) == -1}

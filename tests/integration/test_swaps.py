@@ -34,8 +34,8 @@ BREAKS = {
         "                raise\n\n    async def _placed",
     ),
     "test_a_load_that_fails_after": (
-        "orchestrator/api/chat.py",
-        'yield b"data: " + orjson.dumps(error.envelope())',
+        "orchestrator/api/delivery.py",
+        "yield self.failure(error)",
         'yield b"data: "',
     ),
 }

@@ -14,7 +14,7 @@ from tests.service import RunningService
 
 BREAKS = {
     "test_S13_the_usage": (
-        "orchestrator/turn.py",
+        "orchestrator/prompting.py",
         "self._tokenizers.get(model.name)",
         'self._tokenizers.get("llama")',
     ),

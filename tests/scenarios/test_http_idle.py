@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.service, pytest.mark.timeout(120)]
 BREAKS = {
     "test_R50": ("model_pool/host.py", "self._keep_alive_seconds = request.keep_alive_seconds", "pass"),
     "test_an_alias": (
-        "orchestrator/api/chat.py",
+        "orchestrator/api/intake.py",
         "for name in (model.name, *model.aliases)}",
         "for name in (model.name,)}",
     ),

@@ -13,7 +13,7 @@ from tests.service import RunningService, wait_until
 pytestmark = [pytest.mark.service, pytest.mark.timeout(180)]
 
 BREAKS = {
-    "test_S37_one_session_id": ("orchestrator/turn.py", 'f"{ask.tenant.name}/{ask.session_id}"', "ask.session_id"),
+    "test_S37_one_session_id": ("orchestrator/prompting.py", 'f"{ask.tenant.name}/{session_id}"', "session_id"),
     "test_S37_two_keys": (
         "orchestrator/tenants.py",
         "[(digest, tenant) for tenant in config.tenants",

@@ -15,7 +15,7 @@ from tests.service import RunningService, wait_until
 pytestmark = [pytest.mark.service, pytest.mark.timeout(180)]
 
 BREAKS = {
-    "test_logprobs_are_openais": ("orchestrator/turn.py", "if output.text or output.logprobs:", "if False:"),
+    "test_logprobs_are_openais": ("orchestrator/turn.py", "if text or output.logprobs:", "if False:"),
     "test_n_answers": ("orchestrator/choices.py", "queue.put_nowait((index, output))", "queue.put_nowait((0, output))"),
     "test_a_token_outside": ("engine/requests.py", "for token, _ in sampling.logit_bias:", "for token, _ in ():"),
     "test_min_tokens_beyond": ("engine/requests.py", "if sampling.min_tokens > sampling.max_tokens:", "if False:"),

@@ -15,11 +15,12 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from engine.detokenizer import TextStream
 from orchestrator import answers
 from orchestrator.answers import Conversation, keep, recall
+from orchestrator.asks import Ask, Place
 from orchestrator.config import ModelConfig, TenantConfig
+from orchestrator.prompting import Prompter
 from orchestrator.tokens import ChatTokenizer, Encoder, load_tokenizer
-from orchestrator.turn import Ask, TurnRunner
 from policies.errors import BadRequest, ContextLengthExceeded
-from session_store.items import Item
+from session_store.items import Item, message
 from session_store.records import Begun
 from tests.engine_helpers import TEXT, byte_fallback_tokenizer, byte_level_tokenizer
 
@@ -70,10 +71,10 @@ def prompt(template: str, messages: list[dict[str, str]]) -> list[int]:
     """With the ids of every answer; its text is always the template's."""
     tokenizer, encoder = ChatTokenizer(TwoWays(), template, {}), TwoWays()
     kept = {}
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            form = keep(encoder, [], say(message["content"]), message["content"])
-            assert (form is None) is (not message["content"])
+    for index, said in enumerate(messages):
+        if said["role"] == "assistant":
+            form = keep(encoder, [], say(said["content"]), said["content"])
+            assert (form is None) is (not said["content"])
             if form is not None:
                 kept[index] = form
     conversation = Conversation(tokenizer, messages, kept)
@@ -340,13 +341,13 @@ WINDOW = 128
 
 def turn_prompt(items: Sequence[Item], tokenizer: ChatTokenizer, model: str = "m") -> tuple[tuple[int, ...], int]:
     """The prompt of the next turn, and how many tokens it was counted to have."""
-    runner = TurnRunner(None, None, {model: tokenizer}, "gw", 0.0, None)  # type: ignore[arg-type]
     config = ModelConfig(name=model, source="fake", memory=1, max_model_len=WINDOW, default_max_tokens=16)
     ask = Ask(
-        tenant=TenantConfig(name="t"), model=config, messages=({"role": "user", "content": "?"},), temperature=1.0,
-        top_p=1.0, seed=None, stop=(), max_tokens=None, session_id="s",
+        tenant=TenantConfig(name="t"), model=config, items=(), temperature=1.0, top_p=1.0, seed=None, stop=(),
+        max_tokens=None, place=Place("s"),
     )  # fmt: skip
-    made = runner._prompt(ask, Begun("t", "s", "x", 1, 0, tuple(items), 0, None, None))
+    new = [Item("?", "?", 1.0, message("user", "?"))]
+    made = Prompter({model: tokenizer}).prompt(ask, Begun("t", "s", "x", 1, 0, tuple(items), 0), new)
     assert made.truncation is not None
     return made.token_ids, made.truncation.prompt_tokens
 
@@ -354,8 +355,8 @@ def turn_prompt(items: Sequence[Item], tokenizer: ChatTokenizer, model: str = "m
 def turn(number: int, question: str, answer: str, model: str, ids: str | None) -> list[Item]:
     name = str(number)
     return [
-        Item(f"{name}-0", name, "user", question, 1.0),
-        Item(f"{name}-a", name, "assistant", answer, 1.0, model, ids=ids),
+        Item(f"{name}-0", name, 1.0, message("user", question)),
+        Item(f"{name}-a", name, 1.0, message("assistant", answer), model, ids=ids),
     ]
 
 
@@ -396,5 +397,5 @@ def test_an_item_without_ids_or_with_another_text_is_text() -> None:
     tokenizer = ChatTokenizer(TwoWays(), PLAIN, {})
     kept = keep(TwoWays(), [], say("as said"), "as said")
     items = turn(0, "q", "as said", "m", kept) + turn(1, "q", "as said", "m", None)
-    items.append(replace(turn(2, "q", "as said", "m", kept)[1], content="edited"))
+    items.append(replace(turn(2, "q", "as said", "m", kept)[1], body=message("assistant", "edited")))
     assert spoken(turn_prompt(items, tokenizer)[0]) == ["as said"]

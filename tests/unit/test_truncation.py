@@ -90,6 +90,22 @@ def test_an_orphaned_result_as_the_new_message_is_the_clients_error() -> None:
         fit((item("u", "t1"), item("r", "t2", "tool", result_of="gone")), 100, one_each)
 
 
+@pytest.mark.parametrize("turn", ["t1", "t2"])
+def test_a_call_that_nobody_has_answered_is_the_clients_error(turn: str) -> None:
+    """Whether the client sends it or the session ended with it: the model waits for the output."""
+    call = item("a", turn, "assistant", call_ids=("c1", "c2"))
+    items = (item("u1", "t1"), call, item("r", "t2", "tool", result_of="c1"), item("u2", "t2"))
+    with pytest.raises(BadRequest, match="No tool output found for function call c2"):
+        fit(items, 100, one_each)
+
+
+def test_a_call_of_long_ago_without_its_result_goes_with_its_turn() -> None:
+    items = (item("u1", "t1"), item("a1", "t1", "assistant", call_ids=("c",)), item("u2", "t2"), item("u3", "t3"))
+    indices, record = fit(items, 100, one_each)
+    assert names(items, indices) == ["u2", "u3"]
+    assert record.dropped_items == ("u1", "a1") and "a call without its result" in record.reason
+
+
 def test_a_reused_call_id_means_the_nearest_call_before() -> None:
     items = (
         item("a1", "t1", "assistant", call_ids=("call_0",)),
@@ -159,7 +175,7 @@ def test_fit_keeps_the_invariants(items: tuple[ItemView, ...], budget: int, weig
         assert count.calls <= 2
         return
     except BadRequest:
-        assert groups[-1].orphan_result is not None
+        assert groups[-1].orphan_result is not None or any(group.open_call for group in groups[-2:])
         return
     kept = set(indices)
     assert count.calls <= 2 + math.ceil(math.log2(max(len(groups), 1)))
@@ -191,7 +207,7 @@ def test_fit_keeps_the_longest_suffix(items: tuple[ItemView, ...], budget: int, 
         indices, _ = fit(items, budget, count)
     except BadRequest:
         return
-    sendable = [g for g in group_turns(items) if g.orphan_result is None]
+    sendable = [g for g in group_turns(items) if g.orphan_result is None and g.open_call is None]
     dropped = [g for g in sendable if not set(g.indices) <= set(indices)]
     assert dropped == sendable[: len(dropped)]
     if dropped:

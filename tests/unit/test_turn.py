@@ -9,12 +9,14 @@ import pytest
 
 from engine.protocol import GenerationRequest, Output, Usage
 from orchestrator.answers import recall
+from orchestrator.asks import Ask, Done, Piece, Place, Started
 from orchestrator.config import ModelConfig, TenantConfig
+from orchestrator.messages import NewItem
 from orchestrator.progress import Progress
 from orchestrator.tokens import load_tokenizer
-from orchestrator.turn import Ask, Done, Piece, Started, TurnRunner
+from orchestrator.turn import TurnRunner
 from policies.errors import EngineError, LeaseLost, OrchestratorError, StoreUnavailable
-from session_store.items import Item
+from session_store.items import Item, message
 from session_store.records import Begun
 
 MODEL = ModelConfig(name="m", source="fake", memory=1, max_model_len=256, default_max_tokens=16)
@@ -39,7 +41,7 @@ class FakeStore:
 
     async def begin_turn_waiting(self, tenant: str, session_id: str, turn_id: str, **_: Any) -> Begun:
         self._call("begin")
-        return Begun(tenant, session_id, turn_id, 1, 0, self.items, 0, None, None)
+        return Begun(tenant, session_id, turn_id, 1, 0, self.items, 0)
 
     async def reserve(self, *_: Any, **__: Any) -> None:
         self._call("reserve")
@@ -113,8 +115,9 @@ def runner(store: FakeStore, generator: FakeGenerator) -> TurnRunner:
 
 def ask(session_id: str | None = "s", **fields: Any) -> Ask:
     values: dict[str, Any] = {
-        "tenant": TENANT, "model": MODEL, "messages": ({"role": "user", "content": "hi"},), "temperature": 1.0,
-        "top_p": 1.0, "seed": None, "stop": (), "max_tokens": None, "session_id": session_id,
+        "tenant": TENANT, "model": MODEL, "items": (NewItem(message("user", "hi")),), "temperature": 1.0,
+        "top_p": 1.0, "seed": None, "stop": (), "max_tokens": None,
+        "place": None if session_id is None else Place(session_id),
     }  # fmt: skip
     return Ask(**values | fields)
 
@@ -128,7 +131,7 @@ async def test_done_comes_only_after_the_commit() -> None:
     assert all("commit" not in calls for kind, calls in seen if kind is not Done)
     assert store.calls == ["begin", "commit"]
     items, reply, used = store.committed
-    assert [(item.role, item.content) for item in items] == [("user", "hi"), ("assistant", "ab")]
+    assert [(item.role, item.text) for item in items] == [("user", "hi"), ("assistant", "ab")]
     assert reply["finish_reason"] == "stop" and used == reply["prompt_tokens"] + 2
 
 
@@ -150,9 +153,9 @@ async def test_a_session_keeps_the_ids_of_what_was_said(steps: list[tuple[bytes,
     pieces = [e async for e in runner(store, generator).run(ask(), Progress(0.0)) if isinstance(e, Piece)]
     question, answer = store.committed[0]
     assert question.ids is None
-    assert answer.content == "".join(piece.text for piece in pieces) == "".join(text for _, text in steps)
+    assert answer.text == "".join(piece.text for piece in pieces) == "".join(text for _, text in steps)
     encoder = load_tokenizer(None).encoder
-    found = None if answer.ids is None else recall(encoder, answer.ids, answer.content)
+    found = None if answer.ids is None else recall(encoder, answer.ids, answer.text)
     assert found == (None if kept is None else list(kept))
 
 
@@ -228,7 +231,7 @@ async def test_a_seed_is_drawn_when_the_client_gives_none() -> None:
 
 async def test_the_answer_limit_fits_the_window() -> None:
     generator = FakeGenerator(["a"])
-    long = ask(None, messages=({"role": "user", "content": "x" * 230},))
+    long = ask(None, items=(NewItem(message("user", "x" * 230)),))
     async for _ in runner(FakeStore(), generator).run(long, Progress(0.0)):
         pass
     request = generator.request

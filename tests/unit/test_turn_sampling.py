@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from engine.protocol import GenerationRequest, Output, SamplingParams, TokenLogprob, Usage
+from orchestrator.asks import Ask, Done, Piece, Started
 from orchestrator.choices import choice_requests
 from orchestrator.generation import _sticky_key
 from orchestrator.progress import Progress
-from orchestrator.turn import Ask, Done, Piece, Started
 from policies.errors import EngineError
 from tests.unit.test_turn import MODEL, FakeGenerator, FakeStore, ask, runner
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.chat import _parse
+from orchestrator.api.intake import parse_object, validate
 from orchestrator.api.wire import MOST_BIASES, UNSUPPORTED, ChatRequest
 from policies.errors import BadRequest, UnsupportedField
 
@@ -24,7 +24,7 @@ def table(heading: str) -> list[list[str]]:
 
 
 def parsed(**fields: Any) -> ChatRequest:
-    return _parse(json.dumps(BODY | fields).encode())
+    return validate(ChatRequest, parse_object(json.dumps(BODY | fields).encode()), UNSUPPORTED)
 
 
 def test_the_readme_lists_exactly_the_fields_that_are_accepted() -> None:

@@ -1,0 +1,251 @@
+"""Owns changes of a session that are no turns: made, added to, an item superseded or deleted, forked, imported.
+
+A session that a turn runs on is not changed: SessionBusy. A change is one script, and bears being sent again.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from policies.errors import BadRequest, SessionExists, StoreUnavailable
+from policies.truncation import is_head
+from session_store import answers
+from session_store.client import Call, ScriptClient
+from session_store.items import Item, parse_live, tombstone
+from session_store.keys import check_session_id, session_keys, tenant_keys
+from session_store.reading import SessionReader, item_not_found, not_found
+from session_store.records import SessionInfo
+
+OLD_KEPT = 32
+CHUNK_ITEMS = 200
+EXPORT_VERSION = 1
+
+
+def to_ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """How long an unused session is kept: each tenant's own time, else everybody's."""
+
+    seconds: float
+    of_tenant: Mapping[str, float]
+
+    def ms(self, tenant: str) -> int:
+        return to_ms(self.of_tenant.get(tenant, self.seconds))
+
+
+class SessionChanger(SessionReader):
+    """Sessions, changed outside of turns."""
+
+    def __init__(self, client: ScriptClient, lifetimes: Lifetimes) -> None:
+        super().__init__(client)
+        self._lifetimes = lifetimes
+
+    async def create_session(
+        self,
+        tenant: str,
+        session_id: str,
+        items: Sequence[Item] = (),
+        *,
+        kind: str = "session",
+        metadata: Mapping[str, str] | None = None,
+    ) -> SessionInfo:
+        """Make a session, empty or with items. SessionExists."""
+        said = orjson.dumps(dict(metadata or {}))
+        await self._append(tenant, session_id, items, (kind, said), change=f"made-{uuid.uuid4().hex}")
+        return await self.session_info(tenant, session_id)
+
+    async def add_items(self, tenant: str, session_id: str, items: Sequence[Item], change: str) -> None:
+        """Append items that are not there yet, all or none. ``change`` names it: the same one again adds nothing.
+
+        SessionNotFound, SessionBusy.
+        """
+        await self._append(tenant, session_id, items, ("", b""), change)
+
+    async def replace_item(self, tenant: str, session_id: str, item: Item) -> None:
+        """Let it supersede the one of its id, in its place. What is a head stays one, what is none does not become one.
+
+        SessionNotFound, ItemNotFound, SessionBusy, BadRequest.
+        """
+        before = await self.read_item(tenant, session_id, item.item_id)
+        if is_head(before.view()) != is_head(item.view()):
+            raise BadRequest(
+                f"item {item.item_id} is a {before.role} item and stays one, not {item.role}", param="role"
+            )
+        await self._change(tenant, session_id, item.item_id, item.to_json(), gone=False)
+
+    async def delete_item(self, tenant: str, session_id: str, item_id: str) -> None:
+        """Take one out of the history. SessionNotFound, ItemNotFound, SessionBusy."""
+        await self._change(tenant, session_id, item_id, tombstone(item_id), gone=True)
+
+    async def set_metadata(self, tenant: str, session_id: str, metadata: Mapping[str, str]) -> SessionInfo:
+        """Replace a session's metadata. SessionNotFound."""
+        keys = session_keys(tenant, session_id)
+        call = Call("set_metadata", keys.all(), (orjson.dumps(dict(metadata)), self._lifetimes.ms(tenant)))
+        self._changed(tenant, session_id, (await self._client.run(call))[0])
+        return await self.session_info(tenant, session_id)
+
+    async def fork_session(
+        self, tenant: str, session_id: str, new_id: str, *, end: int | None = None, kind: str = "session"
+    ) -> None:
+        """A new session with the items before index ``end`` (None: all). SessionNotFound, SessionExists.
+
+        What happens to either afterwards does not touch the other.
+        """
+        info = await self.session_info(tenant, session_id)
+        items = self._items(tenant, session_id, info.items if end is None else end)
+        await self._load(tenant, new_id, items, kind=kind, metadata=info.metadata)
+
+    async def end_of_item(self, tenant: str, session_id: str, item_id: str) -> int:
+        """The index behind an item, to fork there. SessionNotFound, ItemNotFound."""
+        await self.session_info(tenant, session_id)
+        key = session_keys(tenant, session_id).index
+        (index,) = await self._client.read(lambda pipe: pipe.hget(key, item_id))
+        if index is None:
+            raise item_not_found(session_id, item_id)
+        return int(index) + 1
+
+    # -- files --------------------------------------------------------------------------
+
+    async def export_session(self, tenant: str, session_id: str) -> AsyncIterator[bytes]:
+        """JSON lines: the session, then its items, oldest first. SessionNotFound."""
+        info = await self.session_info(tenant, session_id)
+        head = {
+            "export": EXPORT_VERSION,
+            "session_id": session_id,
+            "kind": info.kind,
+            "metadata": dict(info.metadata),
+            "created": info.created,
+        }
+        yield orjson.dumps(head, option=orjson.OPT_APPEND_NEWLINE)
+        async for item in self._items(tenant, session_id, info.items):
+            yield item.to_json() + b"\n"
+
+    async def import_session(self, tenant: str, lines: Iterable[bytes], session_id: str | None = None) -> str:
+        """Make the exported session again, under its own name or another. Returns the name.
+
+        SessionExists, BadRequest (with the line's number); nothing is visible before all of it is there.
+        """
+        source = iter(lines)
+        head = _parse_line(1, next(source, b""))
+        if head.get("export") != EXPORT_VERSION:
+            raise BadRequest(f"line 1: no export of version {EXPORT_VERSION}: {str(head)[:80]}", param="file")
+        name = check_session_id(session_id or str(head.get("session_id")))
+
+        async def items() -> AsyncIterator[Item]:
+            for number, line in enumerate(source, 2):
+                if line.strip():
+                    try:
+                        yield Item.from_json(line)
+                    except (KeyError, TypeError, ValueError) as error:
+                        raise BadRequest(f"line {number}: no item: {error!r}", param="file") from error
+
+        await self._load(
+            tenant,
+            name,
+            items(),
+            kind=str(head.get("kind", "session")),
+            metadata=head.get("metadata", {}),
+            created_ms=str(to_ms(head["created"])) if "created" in head else "",
+        )
+        return name
+
+    # -- inside -------------------------------------------------------------------------
+
+    async def _append(
+        self, tenant: str, session_id: str, items: Sequence[Item], new: tuple[str, bytes], change: str
+    ) -> None:
+        args = (change, self._lifetimes.ms(tenant), *new, *_triples(items))
+        append = Call("append_items", session_keys(tenant, session_id).all(), args)
+        answer, listed = await self._client.run(append, self._list_call(tenant, session_id))
+        self._changed(tenant, session_id, answer)
+        answers.raise_refusal(listed)
+
+    async def _change(self, tenant: str, session_id: str, item_id: str, data: bytes, *, gone: bool) -> None:
+        args = (item_id, data, "1" if gone else "", OLD_KEPT, self._lifetimes.ms(tenant))
+        (answer,) = await self._client.run(Call("change_item", session_keys(tenant, session_id).all(), args))
+        if answers.status(answer) == "no item":
+            raise item_not_found(session_id, item_id)
+        self._changed(tenant, session_id, answer)
+
+    async def _items(self, tenant: str, session_id: str, end: int) -> AsyncIterator[Item]:
+        key = session_keys(tenant, session_id).items
+        for start in range(0, end, CHUNK_ITEMS):
+            last = min(end, start + CHUNK_ITEMS) - 1
+            for item in parse_live(await self._slice(key, start, last)):
+                yield item
+
+    async def _load(
+        self,
+        tenant: str,
+        session_id: str,
+        items: AsyncIterator[Item],
+        *,
+        kind: str,
+        metadata: Mapping[str, str],
+        created_ms: str = "",
+    ) -> None:
+        """Append chunk by chunk to what nobody sees, then show it."""
+        keys, ttl_ms = session_keys(tenant, session_id).all(), self._lifetimes.ms(tenant)
+        at, chunk = 0, list[Item]()
+
+        async def append() -> None:
+            nonlocal at
+            args = (at, ttl_ms, len(chunk), *_triples(chunk))
+            self._changed(tenant, session_id, (await self._client.run(Call("load_items", keys, args)))[0])
+            at += len(chunk)
+            chunk.clear()
+
+        async for item in items:
+            chunk.append(item)
+            if len(chunk) == CHUNK_ITEMS:
+                await append()
+        if chunk or not at:
+            await append()
+        change = uuid.uuid4().hex
+        args = (change, ttl_ms, kind, orjson.dumps(dict(metadata)), created_ms, at)
+        answer, listed = await self._client.run(Call("open_session", keys, args), self._list_call(tenant, session_id))
+        self._changed(tenant, session_id, answer)
+        answers.raise_refusal(listed)
+
+    def _list_call(self, tenant: str, session_id: str) -> Call:
+        return Call("list_session", tenant_keys(tenant).all(), (session_id, self._lifetimes.ms(tenant)))
+
+    def _changed(self, tenant: str, session_id: str, answer: Any) -> None:
+        """Nothing, or the error that the script's answer means."""
+        answers.raise_refusal(answer)
+        match answers.status(answer):
+            case "missing":
+                raise not_found(session_id)
+            case "exists":
+                raise SessionExists(f"there is a session {session_id} already", param="session_id")
+            case "busy":
+                raise answers.busy(session_id, answer)
+            case "elsewhere":
+                raise StoreUnavailable(f"another import of {session_id} is at work: try again", retry_after_seconds=1.0)
+
+
+def _triples(items: Sequence[Item]) -> list[Any]:
+    return [value for item in items for value in triple(item)]
+
+
+def triple(item: Item) -> tuple[str, str, bytes]:
+    """An item as the scripts take it: its id, "1" if it belongs into every prompt, its JSON."""
+    return item.item_id, "1" if is_head(item.view()) else "", item.to_json()
+
+
+def _parse_line(number: int, line: bytes) -> dict[str, Any]:
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"line {number}: not JSON: {error}", param="file") from error
+    if not isinstance(found, dict):
+        raise BadRequest(f"line {number}: not a JSON object", param="file")
+    return found
