@@ -91,6 +91,7 @@ class ScriptClient:
             protocol=2,
         )
         self._redis = Redis.from_pool(pool)
+        self.round_trips = 0  # so far
 
     async def run(self, *calls: Call) -> list[Any]:
         """Answers of the scripts, in one round trip; a refused one is a StoreUnavailable *in* the list.
@@ -109,6 +110,7 @@ class ScriptClient:
         async def send() -> list[Any]:
             pipe = self._redis.pipeline(transaction=False)
             build(pipe)
+            self.round_trips += 1
             return await pipe.execute()
 
         return await self._twice(send)
@@ -120,6 +122,7 @@ class ScriptClient:
         pipe = self._redis.pipeline(transaction=False)
         for call in calls:
             pipe.evalsha(_source(call.script)[1], len(call.keys), *call.keys, *call.args)
+        self.round_trips += 1
         answers = await pipe.execute(raise_on_error=False)
         missing = [i for i, answer in enumerate(answers) if isinstance(answer, redis_errors.NoScriptError)]
         if missing:  # EVAL also loads the script, so this happens once per server start

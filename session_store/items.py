@@ -2,7 +2,8 @@
 
 ``body`` is the item in OpenAI's form, without its id: a message with content parts, a function call, its output, or
 reasoning. What a body holds beyond what is read here is kept and given back unchanged, and so is what a newer program
-wrote beside it (``extra``).
+wrote beside it (``extra``). Two things are left out of the JSON, for most items have them and they can be told from the
+rest: the turn that the item's id names, and the list around a message's one plain part.
 """
 
 from __future__ import annotations
@@ -71,11 +72,16 @@ class Item:
         record: dict[str, Any] = {
             "v": SCHEMA_VERSION,
             "id": self.item_id,
-            "turn": self.turn_id,
-            "at": self.created,
-            "item": self.body,
+            "at": round(self.created, 3),
+            "item": _without_list(self.body),
         }
-        optional = {"model": self.model, "pinned": self.pinned or None, "ids": self.ids}
+        named = self.turn_id == _turn_named_by(self.item_id)
+        optional = {
+            "turn": None if named else self.turn_id,
+            "model": self.model,
+            "pinned": self.pinned or None,
+            "ids": self.ids,
+        }
         record.update((name, value) for name, value in optional.items() if value is not None)
         record.update(self.extra)
         try:
@@ -94,9 +100,9 @@ class Item:
             )
         return cls(
             item_id=record["id"],
-            turn_id=record["turn"],
+            turn_id=record["turn"] if "turn" in record else _turn_named_by(record["id"]),
             created=record["at"],
-            body=record["item"],
+            body=_with_list(record["item"]),
             model=record.get("model"),
             pinned=record.get("pinned", False),
             ids=record.get("ids"),
@@ -126,6 +132,27 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text") or part.get("refusal") or "" for part in content or ())
+
+
+def _turn_named_by(item_id: str) -> str:
+    """The turn whose id stands in the id of an item that came with it: ``msg_<turn>_0``."""
+    return item_id.partition("_")[2].rpartition("_")[0]
+
+
+def _without_list(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is one plain part of the usual kind has that part's text as its content."""
+    content = body.get("content")
+    if body.get("type") == "message" and isinstance(content, list) and len(content) == 1:
+        text = content[0].get("text")
+        if content == message(body["role"], text)["content"]:
+            return {**body, "content": text}
+    return body
+
+
+def _with_list(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    if body["type"] == "message" and isinstance(body["content"], str):
+        return {**body, "content": message(body["role"], body["content"])["content"]}
+    return body
 
 
 def tombstone(item_id: str) -> bytes:

@@ -29,6 +29,11 @@ class SessionReader:
     def __init__(self, client: ScriptClient) -> None:
         self._client = client
 
+    @property
+    def round_trips(self) -> int:
+        """To Redis, so far."""
+        return self._client.round_trips
+
     async def ping(self) -> None:
         """StoreUnavailable unless Redis answers."""
         await self._client.read(lambda pipe: pipe.ping())

@@ -1,4 +1,4 @@
-"""Owns ``bench swap`` and ``bench engine``; ``bench matrix`` has a file of its own."""
+"""Owns ``bench swap``, ``bench engine`` and ``bench sessions``; ``bench matrix`` has a file of its own."""
 
 from __future__ import annotations
 
@@ -52,6 +52,19 @@ def bench_engine(source: SourceOption = DEMO_SOURCE, pairs: PairsOption = 3, as_
         sections += scheduling.run(path)
         sections += http.run(path, lambda what: status.update(escape(what)), pairs=pairs)
     _show("engine", sections, as_json)
+
+
+@bench_app.command(name="sessions", epilog="Example: orchestrator bench sessions --json > sessions.json")
+def bench_sessions(
+    sessions: Annotated[int, typer.Option(min=100, help="How many sessions are made and listed.")] = 100_000,
+    as_json: JsonOption = False,
+) -> None:
+    """What a turn costs in the session store, on a private Redis of its own. Takes three minutes."""
+    from orchestrator.bench import sessions as measuring
+
+    with err.status("measuring") as status:
+        found = measuring.run(lambda what: status.update(escape(what)), sessions)
+    _show("sessions", found, as_json)
 
 
 def _prepared(source: str) -> Path:

@@ -25,7 +25,7 @@ bodies = st.builds(message, st.sampled_from(sorted(ROLES)), text) | st.sampled_f
         Item,
         item_id=text,
         turn_id=text,
-        created=st.floats(0, 4e9),
+        created=st.floats(0, 4e9).map(lambda seconds: round(seconds, 3)),
         body=bodies,
         model=st.none() | text,
         pinned=st.booleans(),
@@ -55,6 +55,14 @@ def test_what_a_body_holds_beyond_what_is_read_is_kept() -> None:
 
 def test_absent_fields_take_no_room() -> None:
     assert set(orjson.loads(hi().to_json())) == {"v", "id", "turn", "at", "item"}
+    usual = Item("msg_1234_0", "1234", 1.0, message("user", "hi"))
+    assert orjson.loads(usual.to_json()) == {
+        "v": 2, "id": "msg_1234_0", "at": 1.0, "item": {"type": "message", "role": "user", "content": "hi"},
+    }  # fmt: skip
+    assert Item.from_json(usual.to_json()) == usual
+    marked = message("assistant", "hi")
+    marked["content"][0]["annotations"] = []
+    assert Item.from_json(Item("i", "t", 1.0, marked).to_json()).body == marked
 
 
 def test_an_unknown_schema_version_is_refused() -> None:

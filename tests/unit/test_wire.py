@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from orchestrator.api.intake import parse_object, validate
+from orchestrator.api import responses
+from orchestrator.api.intake import check_tools, parse_object, validate
 from orchestrator.api.wire import MOST_BIASES, UNSUPPORTED, ChatRequest
+from orchestrator.config import ModelConfig
 from policies.errors import BadRequest, UnsupportedField
 
 SECTION = (Path(__file__).parents[2] / "README.md").read_text().split("## What a request may say")[1].split("\n## ")[0]
@@ -28,18 +31,35 @@ def parsed(**fields: Any) -> ChatRequest:
 
 
 def test_the_readme_lists_exactly_the_fields_that_are_accepted() -> None:
-    rows = table("field")
-    assert sorted(cells[0].strip("`") for cells in rows) == sorted(ChatRequest.model_fields)
-    assert all(len(cells) == 3 and all(cells) for cells in rows)
+    for heading, kind in (("field", ChatRequest), ("field of a response", responses.ResponseRequest)):
+        rows = table(heading)
+        assert sorted(cells[0].strip("`") for cells in rows) == sorted(kind.model_fields)
+        assert all(len(cells) == 3 and all(cells) for cells in rows)
 
 
-def test_the_readme_lists_exactly_what_is_refused_and_what_switches_it_off() -> None:
+@pytest.mark.parametrize(
+    ("heading", "refused", "kind"),
+    [
+        ("not supported", UNSUPPORTED, ChatRequest),
+        ("not supported in responses", responses.UNSUPPORTED, responses.ResponseRequest),
+    ],
+)
+def test_the_readme_lists_exactly_what_is_refused_and_what_switches_it_off(
+    heading: str, refused: dict[str, tuple[Any, ...]], kind: type[BaseModel]
+) -> None:
     listed = {}
-    for names, values in table("not supported"):
+    for names, values in table(heading):
         off = () if values == "left out" else tuple(json.loads(v) for v in re.findall(r"`([^`]+)`", values))
         listed |= dict.fromkeys(re.findall(r"`([^`]+)`", names), off)
-    assert listed == UNSUPPORTED
-    assert not set(UNSUPPORTED) & set(ChatRequest.model_fields)
+    assert listed == refused
+    assert not set(refused) & set(kind.model_fields)
+
+
+def test_real_models_do_not_call_functions_yet() -> None:
+    model = ModelConfig(name="m", source="demo:smollm2-135m-instruct", memory=1)  # type: ignore[arg-type]
+    assert not check_tools([], model)
+    with pytest.raises(UnsupportedField, match="tools"):
+        check_tools([{"type": "function"}], model)
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
