@@ -62,8 +62,13 @@ class HttpConfig(Section):
 
 
 class RedisConfig(Section):
+    """See docs/sessions.md for what an acknowledged turn survives."""
+
     url: str | None = Field(None, description="none: a private redis-server is started in state_dir")
-    appendfsync: Literal["always", "everysec", "no"] = Field("everysec", description="of the private server")
+    appendfsync: Literal["always", "everysec", "no"] = Field(
+        "always", description="of the private server; docs/sessions.md says what less costs"
+    )
+    replicas: int = Field(0, ge=0, description="so many replicas must have a turn before it is acknowledged")
 
 
 class RayConfig(Section):

@@ -118,6 +118,8 @@ class Gateway:
             tenant_ttl_seconds={t.name: t.session_ttl_seconds for t in config.tenants if t.session_ttl_seconds},
             lease_ttl_seconds=config.sessions.lease_seconds,
             window_items=config.sessions.window_items,
+            replicas=config.redis.replicas,
+            observe=self.metrics.store_seconds.observe,
         )
         generator = Generator(
             self._controller,

@@ -60,6 +60,12 @@ class GatewayMetrics:
             ("model",),
             registry=self.registry,
         )
+        self.store_seconds = Histogram(
+            "orchestrator_store_round_trip_seconds",
+            "A round trip to Redis; two of them are in every turn",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
         self.running = Gauge("orchestrator_turns_running", "Turns in this gateway now", registry=self.registry)
 
 

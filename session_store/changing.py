@@ -89,7 +89,7 @@ class SessionChanger(SessionReader):
         """Replace a session's metadata. SessionNotFound."""
         keys = session_keys(tenant, session_id)
         call = Call("set_metadata", keys.all(), (orjson.dumps(dict(metadata)), self._lifetimes.ms(tenant)))
-        self._changed(tenant, session_id, (await self._client.run(call))[0])
+        self._changed(tenant, session_id, (await self._client.run(call, confirmed=True))[0])
         return await self.session_info(tenant, session_id)
 
     async def fork_session(
@@ -164,13 +164,14 @@ class SessionChanger(SessionReader):
     ) -> None:
         args = (change, self._lifetimes.ms(tenant), *new, *_triples(items))
         append = Call("append_items", session_keys(tenant, session_id).all(), args)
-        answer, listed = await self._client.run(append, self._list_call(tenant, session_id))
+        answer, listed = await self._client.run(append, self._list_call(tenant, session_id), confirmed=True)
         self._changed(tenant, session_id, answer)
         answers.raise_refusal(listed)
 
     async def _change(self, tenant: str, session_id: str, item_id: str, data: bytes, *, gone: bool) -> None:
         args = (item_id, data, "1" if gone else "", OLD_KEPT, self._lifetimes.ms(tenant))
-        (answer,) = await self._client.run(Call("change_item", session_keys(tenant, session_id).all(), args))
+        call = Call("change_item", session_keys(tenant, session_id).all(), args)
+        (answer,) = await self._client.run(call, confirmed=True)
         if answers.status(answer) == "no item":
             raise item_not_found(session_id, item_id)
         self._changed(tenant, session_id, answer)
@@ -211,7 +212,9 @@ class SessionChanger(SessionReader):
             await append()
         change = uuid.uuid4().hex
         args = (change, ttl_ms, kind, orjson.dumps(dict(metadata)), created_ms, at)
-        answer, listed = await self._client.run(Call("open_session", keys, args), self._list_call(tenant, session_id))
+        answer, listed = await self._client.run(
+            Call("open_session", keys, args), self._list_call(tenant, session_id), confirmed=True
+        )
         self._changed(tenant, session_id, answer)
         answers.raise_refusal(listed)
 

@@ -69,8 +69,8 @@ class EmbeddedRedis:
     Args:
         state_dir: made if missing. Two servers must not share one.
         port: a fixed port; without it a free one is chosen and remembered.
-        appendfsync: ``everysec`` may lose the last second if the *machine* dies, ``always`` nothing; a
-            killed server process loses nothing either way.
+        appendfsync: ``always`` loses nothing that was answered. ``everysec`` may lose two seconds, even when only the
+            server's process is killed: while a sync is on its way it answers before it has written its file.
         start_timeout_seconds: how long loading may take.
     """
 
@@ -79,7 +79,7 @@ class EmbeddedRedis:
         state_dir: Path,
         *,
         port: int | None = None,
-        appendfsync: str = "everysec",
+        appendfsync: str = "always",
         start_timeout_seconds: float = 30.0,
     ) -> None:
         if appendfsync not in ("always", "everysec", "no"):

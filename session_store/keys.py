@@ -16,6 +16,7 @@ the session by each script that touches it; a session nobody uses is gone after 
 | co:{t/s}:incomplete  | list   | sliding   | JSON of the last 32 attempts that were not committed; never prompted
 | co:{t/s}:index       | hash   | sliding   | item id → its index; without those deleted
 | co:{t/s}:old         | list   | sliding   | the last 32 items that were superseded or deleted, as they were
+| co:{t/s}:confirm     | string | 1 second  | written to hear whether replicas have all that was written before
 
 One tenant, slot ``{<tenant>}``. Session and tenant keys lie in two slots of a cluster, so no script touches
 both.
@@ -120,6 +121,10 @@ def encode_tenant(tenant: str) -> str:
 def session_keys(tenant: str, session_id: str) -> SessionKeys:
     tag = f"{PREFIX}{{{encode_tenant(tenant)}/{check_session_id(session_id)}}}:"
     return SessionKeys(*(tag + name for name in SessionKeys.__slots__))
+
+
+def confirm_key(tenant: str, session_id: str) -> str:
+    return f"{PREFIX}{{{encode_tenant(tenant)}/{check_session_id(session_id)}}}:confirm"
 
 
 def turn_key(work: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from session_store.answers import UNLIMITED
 from session_store.changing import Lifetimes, SessionChanger, to_ms, triple
 from session_store.client import Call, ScriptClient
 from session_store.items import Item
-from session_store.keys import check_idempotency_key, session_keys, tenant_keys
+from session_store.keys import check_idempotency_key, confirm_key, session_keys, tenant_keys
 from session_store.reading import not_found
 from session_store.records import Begun, Moved, Replay
 
@@ -61,6 +61,8 @@ class SessionStore(SessionChanger):
             third of it.
         window_items: how many of the newest items ``begin_turn`` returns at most, besides older heads.
         command_timeout_seconds: how long one round trip may take; an unanswered one is tried once more.
+        replicas: so many replicas must have a turn before it counts as committed.
+        observe: hears the seconds of every round trip.
 
     Every method raises StoreUnavailable when Redis is unreachable, full, read-only or silent.
     """
@@ -74,6 +76,8 @@ class SessionStore(SessionChanger):
         lease_ttl_seconds: float = 15.0,
         window_items: int = 512,
         command_timeout_seconds: float = 5.0,
+        replicas: int = 0,
+        observe: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         lifetimes = Lifetimes(session_ttl_seconds, tenant_ttl_seconds or {})
         shortest = min(session_ttl_seconds, *lifetimes.of_tenant.values(), session_ttl_seconds)
@@ -81,7 +85,7 @@ class SessionStore(SessionChanger):
             raise ValueError(f"lease_ttl_seconds must be above 0 and at most {shortest:g}, the shortest session TTL")
         if window_items < 1:
             raise ValueError("window_items must be at least 1")
-        super().__init__(ScriptClient(url, command_timeout_seconds), lifetimes)
+        super().__init__(ScriptClient(url, command_timeout_seconds, replicas, observe), lifetimes)
         self.lease_ttl_seconds = lease_ttl_seconds
         self._lease_ms = to_ms(lease_ttl_seconds)
         self._window_items = window_items
@@ -126,7 +130,10 @@ class SessionStore(SessionChanger):
         if not all(took):
             taken = [call for call, was_taken in zip(undo, took, strict=True) if was_taken]
             await asyncio.shield(self._in_background(self._give_back(taken)))
-            return self._refused(tenant, session_id, session, reserved, reserve_tokens, wish)
+            refused = self._refused(tenant, session_id, session, reserved, reserve_tokens, wish)
+            if isinstance(refused, Replay):  # its own commit may not have been confirmed
+                await self._client.confirm(confirm_key(tenant, session_id))
+            return refused
         return Begun(
             tenant,
             session_id,
@@ -194,7 +201,7 @@ class SessionStore(SessionChanger):
             ),
         )
         settle = self._settle_call(begun.tenant, begun.turn_id, used_tokens, "commit", begun.session_id)
-        committed, settled = await self._client.run(commit, settle)
+        committed, settled = await self._client.run(commit, settle, confirmed=True)
         self._check_lease(begun, committed)
         if isinstance(settled, StoreUnavailable):  # the turn is in the history: the place lapses by its TTL
             log.warning("settle_failed", extra={"turn_id": begun.turn_id, "cause": settled.message})

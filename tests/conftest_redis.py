@@ -89,6 +89,7 @@ class Wire:
         self.lose_answers = 0  # deliver this many requests, then cut the line instead of answering
         self.hold_answers = asyncio.Event()  # cleared: answers wait
         self.hold_answers.set()
+        self.delay_seconds = 0.0  # before each answer
         self._asked = False
 
     async def _serve(self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,6 +99,7 @@ class Wire:
             while data := await to_redis_reader.read(1 << 16):
                 self._asked = False
                 await self.hold_answers.wait()
+                await asyncio.sleep(self.delay_seconds)
                 if self.lose_answers:
                     self.lose_answers -= 1
                     break

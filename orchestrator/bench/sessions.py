@@ -32,27 +32,34 @@ PAGE = 1_000
 def run(say: Callable[[str], None] = lambda _: None, sessions: int = SESSIONS) -> list[Section]:
     """All sections."""
     with tempfile.TemporaryDirectory() as directory:
-        server = EmbeddedRedis(Path(directory))
+        # everysec: the sync of each turn would hide what grows; what it costs has a section of its own
+        server = EmbeddedRedis(Path(directory) / "lax", appendfsync="everysec")
+        synced = EmbeddedRedis(Path(directory) / "synced", appendfsync="always")
         server.start()
+        synced.start()
         probe = ServerProbe(server.url)
         try:
-            return asyncio.run(_measure(SessionStore(server.url), probe, say, sessions))
+            return asyncio.run(_measure(SessionStore(server.url), SessionStore(synced.url), probe, say, sessions))
         finally:
             probe.close()
             server.stop()
+            synced.stop()
 
 
-async def _measure(store: SessionStore, probe: ServerProbe, say: Callable[[str], None], count: int) -> list[Section]:
+async def _measure(
+    store: SessionStore, synced: SessionStore, probe: ServerProbe, say: Callable[[str], None], count: int
+) -> list[Section]:
     try:
         probe.forget_slow_commands()
         say("round trips and bytes of a turn")
         sections = [await _round_trips(store), await _bytes_per_turn(store, probe)]
         say(f"a turn of a session of {MANY_TURNS:,} turns beside one of {TURNS}")
-        sections.append(await _turn_cost_growth(store))
+        sections += [await _turn_cost_growth(store), await _turn_synced(store, synced)]
         say(f"{count:,} sessions")
         return [*sections, *await _many_sessions(store, probe, count)]
     finally:
         await store.close()
+        await synced.close()
 
 
 async def _round_trips(store: SessionStore) -> Section:
@@ -104,6 +111,20 @@ async def _turn_cost_growth(store: SessionStore) -> Section:
         "s",
         target="<=1.5",
         limit=f"the window that begin reads: {WINDOW_BYTES // 1024} KiB at most, the short session has less",
+    )
+
+
+async def _turn_synced(store: SessionStore, synced: SessionStore) -> Section:
+    pairs = [
+        (await _seconds(synced, "synced", number), await _seconds(store, "not-synced", number))
+        for number in range(PAIRS)
+    ]
+    return section(
+        "turn_synced",
+        pairs[10:],
+        "the same turn with appendfsync everysec",
+        "s",
+        limit="begin and commit each wait for the disk with appendfsync always, which is the default",
     )
 
 

@@ -1,6 +1,6 @@
 """Owns the clients of the crash test: turns over three APIs, sent until acknowledged or given up, and what was seen.
 
-A turn is acknowledged when its client has ``finish_reason`` and ``[DONE]``, ``response.completed`` (or ``.incomplete``),
+A turn is acknowledged when its client has ``finish_reason`` and ``[DONE]``, ``response.completed`` or ``.incomplete``,
 or the body of a 200. Whatever ends an attempt earlier means "not acknowledged": the client sends the same again under
 the same Idempotency-Key, or, sometimes, gives up and goes on with its next turn.
 """
@@ -161,7 +161,8 @@ class CrashClients:
     def _next(self, talk: Talk, at: int) -> CrashTurn:
         nonce = f"{talk.name}-t{at}."
         prompt, expected = self._questions.ask(nonce, self._draw)
-        places, previous = (talk.session,), ""
+        places: tuple[str, ...] = (talk.session,)
+        previous = ""
         if talk.api is Api.CHAIN:
             # documented: a keyed response begins or forks its chain at this name, so that a retry finds it
             forked = hashlib.sha256(f"key-{nonce}".encode()).hexdigest()[:32]

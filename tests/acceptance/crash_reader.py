@@ -40,7 +40,7 @@ class History:
     @property
     def said(self) -> list[tuple[str, str, str]]:
         """(turn, role, text) of each item."""
-        return [(item["turn"], item["item"]["role"], _text(item["item"])) for item in self.items]
+        return [(_turn_of(item), item["item"]["role"], _text(item["item"])) for item in self.items]
 
 
 class CrashReader:
@@ -73,7 +73,9 @@ class CrashReader:
                 pipe.hget(_name(place, "idem"), f"t:{turn.key}")
                 pipe.hmget(_name(place, "meta"), "last", "updated_ms")
         answers = iter(pipe.execute())
-        return [self._seen(turn, [(next(answers), next(answers), next(answers)) for _ in turn.places]) for turn in turns]
+        return [
+            self._seen(turn, [(next(answers), next(answers), next(answers)) for _ in turn.places]) for turn in turns
+        ]
 
     def committed(self, turn: CrashTurn) -> bool:
         try:
@@ -87,7 +89,7 @@ class CrashReader:
         for key in self._redis.scan_iter(_name("*", "items"), count=1000):
             name = key.removesuffix("}:items").split("/", 1)[1]
             items = [json.loads(item) for item in self._redis.lrange(key, 0, -1)]
-            found[name] = History(items, self._redis.hgetall(_name(name, "turns")))
+            found[name] = History(items, {str(t): str(r) for t, r in self._redis.hgetall(_name(name, "turns")).items()})
         return found
 
     @staticmethod
@@ -135,7 +137,7 @@ def count_talk(talk: Talk, histories: Mapping[str, History]) -> Count:
             if not any(said[at][2] == turn.text for at in answers):
                 count.lost.append(turn.nonce)
             order += [*asked, *answers]
-        elif _everywhere(turn, histories):
+        elif is_kept(turn, histories):
             count.kept += 1
     if order != sorted(order):
         count.strange.append(f"{talk.name}: the stored order {order} is not the client's")
@@ -146,26 +148,36 @@ def count_sessions(histories: Mapping[str, History], turns: Iterable[CrashTurn])
     """What holds of every session, forks included: turns are whole, once, recorded, asked for, and answered as told."""
     count = Count()
     asked = {turn.prompt: turn for turn in turns}
+    ids: dict[str, set[str]] = {}
+    recorded = {turn_id for history in histories.values() for turn_id in history.turns}  # a fork has no older records
     for name, history in histories.items():
         by_turn: dict[str, list[tuple[str, str]]] = {}
         for turn_id, role, text in history.said:
             by_turn.setdefault(turn_id, []).append((role, text))
         prompts = Counter(text for _, role, text in history.said if role == "user")
+        for turn_id, role, text in history.said:
+            if role == "user":
+                ids.setdefault(text, set()).add(turn_id)
         count.doubled += [f"{name}: {prompt!r}" for prompt, times in prompts.items() if times > 1]
         for turn_id, parts in by_turn.items():
-            if [role for role, _ in parts] != ["user", "assistant"] or turn_id not in history.turns:
-                count.half.append(f"{name}: turn {turn_id} is {parts}, {'' if turn_id in history.turns else 'un'}recorded")
+            if [role for role, _ in parts] != ["user", "assistant"] or turn_id not in recorded:
+                said = "recorded" if turn_id in recorded else "without a record"
+                count.half.append(f"{name}: turn {turn_id}, {said}, is {parts}")
                 continue
             turn = asked.get(parts[0][1])
             if turn is None:
                 count.strange.append(f"{name}: nobody asked {parts[0][1]!r}")
             elif turn.expected is not None and parts[1][1] != turn.expected:
                 count.half.append(f"{name}: {turn.nonce} is answered {parts[1][1]!r}")
-        count.half += [f"{name}: a record of {t} without items" for t in history.turns if t not in by_turn]
+        for turn_id, record in history.turns.items():
+            if int(record.split()[3]) != len(by_turn.get(turn_id, ())):
+                count.half.append(f"{name}: turn {turn_id} has other items than its record says")
+    # a fork has its turns from where it came from, under their ids
+    count.doubled += [f"{text!r} is turns {', '.join(found)}" for text, found in ids.items() if len(found) > 1]
     return count
 
 
-def _everywhere(turn: CrashTurn, histories: Mapping[str, History]) -> bool:
+def is_kept(turn: CrashTurn, histories: Mapping[str, History]) -> bool:
     """Whether the turn is in any history: what was given up in a chain lies beside it."""
     found = (histories[place] for place in turn.places if place in histories)
     return any(role == "user" and text == turn.prompt for history in found for _, role, text in history.said)
@@ -173,6 +185,11 @@ def _everywhere(turn: CrashTurn, histories: Mapping[str, History]) -> bool:
 
 def _name(session: str, part: str) -> str:
     return f"co:{{{TENANT}/{session}}}:{part}"
+
+
+def _turn_of(item: Mapping[str, Any]) -> str:
+    """Written beside it, or named by its id: ``msg_<turn>_0``."""
+    return str(item["turn"]) if "turn" in item else item["id"].split("_", 1)[1].rsplit("_", 1)[0]
 
 
 def _text(body: Mapping[str, Any]) -> str:

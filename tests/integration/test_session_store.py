@@ -541,7 +541,7 @@ def test_the_password_is_private_and_the_port_remembered(tmp_path: Path) -> None
         assert {c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
         assert os.getsid(process.pid) == process.pid
         with redis.Redis.from_url(url) as client:
-            asked = {"appendonly": "yes", "appendfsync": "everysec", "save": ""}
+            asked = {"appendonly": "yes", "appendfsync": "always", "save": ""}
             assert asked.items() <= client.config_get("*").items()
             client.set("k", "v")
     finally:
