@@ -32,6 +32,8 @@ accept: install
 	$(BIN)/python -m tests.acceptance.two_gateways
 	$(BIN)/python -m tests.acceptance.checkpoint
 	$(BIN)/python -m tests.acceptance.swap_storm
+	$(BIN)/python -m tests.acceptance.sdk_clients
+	$(BIN)/python -m tests.acceptance.crash_turns
 	$(BIN)/python -m tests.acceptance.context_storm
 	$(BIN)/python -m tests.acceptance.context_storm --window 20
 

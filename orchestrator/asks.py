@@ -51,7 +51,7 @@ class Ask:
     place: Place | None = None
     instructions: str | None = None  # a system message of this turn alone: not stored
     references: tuple[str, ...] = ()  # ids of items that must be stored in the session
-    calls_tools: bool = False  # function calls in the answer are to be found
+    most_calls: int = 0  # of functions in the answer; 0: none are looked for
     may_truncate: bool = True  # else a history that does not fit is an error
     reply: Mapping[str, Any] = field(default_factory=dict)  # kept with the turn, for who reads it later
     idempotency_key: str | None = None

@@ -179,7 +179,11 @@ class Gateway:
 
     @app.get("/v1/responses/{response_id}")
     async def response(self, request: Request, response_id: str) -> Response:
-        return _json(await self._responses.read(self._tenant(request).name, response_id))
+        return _json(await self._responses.read(request, self._tenant(request).name, response_id))
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(self, request: Request, response_id: str) -> Response:
+        return _json(await self._responses.delete(self._tenant(request).name, response_id))
 
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel_response(self, request: Request, response_id: str) -> Response:

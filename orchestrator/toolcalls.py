@@ -24,12 +24,16 @@ class ToolCall:
 class ToolSplitter:
     """Tells text from calls while it comes in; what may be the beginning of a call is held back."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        """``most``: calls that are taken; what comes after them is left out, text too."""
+        self._most = most
         self._held = ""
         self.calls: list[ToolCall] = []
 
     def feed(self, text: str) -> str:
         """What of the text so far may be shown."""
+        if len(self.calls) == self._most:
+            return ""
         self._held += text
         shown = ""
         while BEGIN in self._held:
@@ -42,6 +46,8 @@ class ToolSplitter:
             shown += before if call else f"{before}{BEGIN}{inside}{END}"
             self.calls += [call] if call else []
             self._held = after
+            if len(self.calls) == self._most:
+                self._held = ""
         keep = next((n for n in range(len(BEGIN) - 1, 0, -1) if self._held.endswith(BEGIN[:n])), 0)
         shown += self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]

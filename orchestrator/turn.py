@@ -108,7 +108,7 @@ class TurnRunner:
             prompt = await asyncio.to_thread(self._prompter.prompt, ask, begun, new)
             progress.truncation = prompt.truncation
             requests = choice_requests(self._prompter.request(ask, prompt, session_id), ask.n)
-            answer = _Answer(ToolSplitter() if ask.calls_tools else None)
+            answer = _Answer(ToolSplitter(ask.most_calls) if ask.most_calls else None)
             last: dict[int, Output] = {}
             outputs = merged(self._generator, requests, ask.model.name, progress)
             async with self._keeping(ask, begun, progress), contextlib.aclosing(outputs):

@@ -85,6 +85,11 @@ class SessionChanger(SessionReader):
         """Take one out of the history. SessionNotFound, ItemNotFound, SessionBusy."""
         await self._change(tenant, session_id, item_id, tombstone(item_id), gone=True)
 
+    async def delete_turn(self, tenant: str, session_id: str, turn_id: str) -> None:
+        """Forget a turn; in a chain its items too, where no turn comes after it. SessionNotFound, SessionBusy."""
+        call = Call("delete_turn", session_keys(tenant, session_id).all(), (turn_id, self._lifetimes.ms(tenant)))
+        self._changed(tenant, session_id, (await self._client.run(call, confirmed=True))[0])
+
     async def set_metadata(self, tenant: str, session_id: str, metadata: Mapping[str, str]) -> SessionInfo:
         """Replace a session's metadata. SessionNotFound."""
         keys = session_keys(tenant, session_id)

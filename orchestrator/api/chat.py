@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from engine.protocol import TokenLogprob
 from orchestrator.api.delivery import Count, Counting, Delivery
-from orchestrator.api.intake import Models, check_tools, fingerprint, parse_object, pin_seconds, read_body, validate
+from orchestrator.api.intake import Models, fingerprint, most_calls, parse_object, pin_seconds, read_body, validate
 from orchestrator.api.wire import UNSUPPORTED, ChatRequest, Message
 from orchestrator.asks import Ask, Called, Done, Event, Piece, Place, Started
 from orchestrator.config import Config, TenantConfig
@@ -68,7 +68,7 @@ class ChatRoute:
             logprobs=body.alternatives,
             n=body.n,
             place=place,
-            calls_tools=check_tools(body.tools, model) and body.tool_choice != "none",
+            most_calls=most_calls(body.tools, body.tool_choice, model, parallel=body.parallel_tool_calls),
             idempotency_key=key,
             fingerprint=fingerprint(said) if key is not None else None,
             keep_alive_seconds=body.keep_alive_seconds,

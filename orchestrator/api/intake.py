@@ -18,6 +18,7 @@ from policies.errors import BadRequest, BodyTooLarge, ModelNotFound, Unsupported
 
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 PIN_SECONDS = 86_400.0  # of prompt_cache_retention "24h"
+MOST_CALLS = 128  # of one answer
 NOT_ASKED = ("stream", "stream_options")  # fields that say how to deliver, not what is asked
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -101,11 +102,15 @@ def pin_seconds(retention: str, place: object, tenant: TenantConfig) -> float:
     return PIN_SECONDS
 
 
-def check_tools(tools: object, model: ModelConfig) -> bool:
-    """Whether functions may be called; UnsupportedField where no template and no parser is there for the model."""
-    if tools and model.source != "fake":
+def most_calls(tools: object, choice: object, model: ModelConfig, *, parallel: bool) -> int:
+    """How many functions an answer may call; UnsupportedField where the model cannot, or cannot be made to."""
+    if not tools:
+        return 0
+    if choice not in ("auto", "none"):
+        raise UnsupportedField(f"tool_choice {choice!r} is not supported: auto or none", param="tool_choice")
+    if model.source != "fake":  # there is no template and no parser for its calls
         raise UnsupportedField("'tools' is not supported by this model yet; leave it out", param="tools")
-    return bool(tools)
+    return 0 if choice == "none" else MOST_CALLS if parallel else 1
 
 
 def request_id_of(request: Request, fallback: str) -> str:

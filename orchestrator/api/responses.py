@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.api.conversations import check_metadata, check_name, page_of
 from orchestrator.api.delivery import Count, Counting, Delivery
-from orchestrator.api.intake import Models, check_tools, fingerprint, parse_object, pin_seconds, read_body, validate
+from orchestrator.api.intake import Models, fingerprint, most_calls, parse_object, pin_seconds, read_body, validate
 from orchestrator.api.items import read_items, shown, shown_list
 from orchestrator.api.wire import KeepAlive
 from orchestrator.asks import Ask, Called, Done, Event, Piece, Place, Started
@@ -42,16 +42,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "moderation": (),
     "multi_agent": (),
-    "parallel_tool_calls": (True,),
     "prompt": (),
-    "prompt_cache_key": (),
     "prompt_cache_options": (),
-    "reasoning": ({},),
-    "safety_identifier": (),
+    "reasoning": ({}, {"effort": None, "summary": None}),
     "service_tier": ("auto", "default"),
-    "text": ({}, {"format": {"type": "text"}}),
+    "text": (
+        {},
+        {"format": {"type": "text"}},
+        {"verbosity": "medium"},
+        {"format": {"type": "text"}, "verbosity": "medium"},
+    ),
     "top_logprobs": (0,),
 }
+READING_UNSUPPORTED = {"stream": ("false",), "starting_after": (), "include": (), "include[]": ()}
 NOT_KEPT = {"stream", "stream_options", "input", "keep_alive", "conversation", "previous_response_id"}
 
 
@@ -92,7 +95,10 @@ class ResponseRequest(KeepAlive):
     top_p: float = Field(1.0, ge=0, le=1)
     truncation: Literal["auto", "disabled"] = "disabled"
     tools: list[FunctionTool] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
     user: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] = "in_memory"
@@ -106,6 +112,12 @@ class ResponseRequest(KeepAlive):
     @property
     def conversation_id(self) -> str | None:
         return self.conversation.id if isinstance(self.conversation, ConversationParam) else self.conversation
+
+
+class Reading(BaseModel):
+    """The query of a read."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class ResponsesRoute:
@@ -143,7 +155,12 @@ class ResponsesRoute:
         history = await self._history(ask, tenant.name)
         return {"object": "response.input_tokens", "input_tokens": await self._runner.count(ask, history)}
 
-    async def read(self, tenant: str, response_id: str) -> dict[str, Any]:
+    async def read(self, request: Request, tenant: str, response_id: str) -> dict[str, Any]:
+        """What has been said; of one that runs or came to no end, how it is."""
+        validate(Reading, dict(request.query_params), READING_UNSUPPORTED)
+        return await self._read(tenant, response_id)
+
+    async def _read(self, tenant: str, response_id: str) -> dict[str, Any]:
         session_id, turn = await self._turn(tenant, response_id)
         if turn.status == "completed":
             return stored_response(session_id, turn)
@@ -162,7 +179,14 @@ class ResponsesRoute:
             self._runner.cancel(turn.turn_id)
         elif turn.status != "cancelled":
             raise BadRequest(f"cannot cancel {response_id}: it does not run any more", param="response_id")
-        return await self.read(tenant, response_id)
+        return await self._read(tenant, response_id)
+
+    async def delete(self, tenant: str, response_id: str) -> dict[str, Any]:
+        """It cannot be read or gone on from any more. What it added to a conversation stays there."""
+        session_id, turn = await self._turn(tenant, response_id)
+        if turn.status == "completed":
+            await self._store.delete_turn(tenant, session_id, turn.turn_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
     async def input_items(self, request: Request, tenant: str, response_id: str) -> dict[str, Any]:
         """What the request brought, not what its conversation had before."""
@@ -203,7 +227,7 @@ class ResponsesRoute:
             place=place,
             instructions=body.instructions or None,
             references=references,
-            calls_tools=check_tools(body.tools, model) and body.tool_choice != "none",
+            most_calls=most_calls(body.tools, body.tool_choice, model, parallel=body.parallel_tool_calls),
             may_truncate=body.truncation == "auto",
             reply={"response": {**kept, **previous, **talk}} if body.store else {},
             idempotency_key=key,
@@ -388,6 +412,8 @@ def _head(
         "tool_choice": "auto",
         "metadata": {},
         "user": None,
+        "prompt_cache_key": None,
+        "safety_identifier": None,
         "store": True,
         "prompt_cache_retention": "in_memory",
     }
@@ -440,7 +466,7 @@ def _counts(done: Done) -> dict[str, int]:
 def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": counts["cached_tokens"]},
+        "input_tokens_details": {"cached_tokens": counts["cached_tokens"], "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": counts["prompt_tokens"] + counts["completion_tokens"],

@@ -16,7 +16,6 @@ from policies.errors import BadRequest, UnsupportedField
 
 # Fields of the OpenAI API that are known and not built, with the only values that mean "off".
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "parallel_tool_calls": (),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
@@ -28,9 +27,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "store": (False,),
     "verbosity": (),
-    "prompt_cache_key": (),
     "prompt_cache_options": (),
-    "safety_identifier": (),
     "moderation": (),
 }
 
@@ -154,7 +151,10 @@ class ChatRequest(KeepAlive):
     user: str | None = None  # carried by clients for their own records
     metadata: dict[str, str] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    prompt_cache_key: str | None = None  # hints and marks for OpenAI: KV is found by what prompts say, per tenant
+    safety_identifier: str | None = None
     session_id: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] = "in_memory"
 

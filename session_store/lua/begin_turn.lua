@@ -31,9 +31,9 @@ if ARGV[10] == '1' and not exists then return {'missing'} end
 
 if idem_key ~= '' then
   local done = redis.call('HGET', idem, 't:' .. idem_key)
-  if done then
+  local record = done and redis.call('HGET', turns, done)
+  if record then -- else: it has been deleted since
     if redis.call('HGET', idem, 'f:' .. idem_key) ~= fingerprint then return {'mismatch'} end
-    local record = redis.call('HGET', turns, done)
     local first, count = string.match(record, '^%d+ %d+ (%d+) (%d+)\n')
     touch()
     return {'replay', done, record, redis.call('LRANGE', items, first, tonumber(first) + tonumber(count) - 1)}

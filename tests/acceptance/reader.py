@@ -30,9 +30,9 @@ class Reader:
         self.name = "redis-cli" if self._cli else "a bare redis client"
 
     def items(self, tenant: str, session_id: str) -> list[dict[str, Any]]:
-        """The session's items, oldest first."""
+        """The session's messages, oldest first: item_id, turn_id, role, content, model."""
         lines = self._lines("LRANGE", f"co:{{{tenant}/{session_id}}}:items", "0", "-1")
-        return [json.loads(line) for line in lines if line]
+        return [_message(json.loads(line)) for line in lines if line]
 
     def owner(self, tenant: str, session_id: str) -> str:
         """The gateway whose turn this session runs now; "" when none does."""
@@ -45,7 +45,7 @@ class Reader:
     def cut(self, tenant: str, session_id: str, turn_id: str) -> int:
         """How many turns the prompt of this turn had to leave out."""
         place_and_record = self._lines("HGET", f"co:{{{tenant}/{session_id}}}:turns", turn_id)
-        return json.loads(place_and_record[1])["truncation"]["dropped_turns"]
+        return json.loads(place_and_record[1])["truncation"].get("dropped_turns", 0)
 
     def _lines(self, *command: str) -> list[str]:
         if self._cli:
@@ -58,6 +58,17 @@ class Reader:
             answer = client.execute_command(*command)
         values = answer if isinstance(answer, list) else [answer or ""]
         return [line for value in values for line in value.split("\n")]
+
+
+def _message(record: dict[str, Any]) -> dict[str, Any]:
+    content = record["item"]["content"]
+    return {
+        "item_id": record["id"],
+        "turn_id": record["turn"] if "turn" in record else record["id"].split("_")[1],
+        "role": record["item"]["role"],
+        "content": content if isinstance(content, str) else "".join(part["text"] for part in content),
+        "model": record.get("model"),
+    }
 
 
 @dataclass(frozen=True)

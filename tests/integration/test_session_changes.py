@@ -275,6 +275,31 @@ async def test_a_cancelled_turn_cannot_be_committed_and_is_remembered(store: Ses
     assert isinstance(await begin(store, T, S, "t3"), Begun)
 
 
+async def test_a_forgotten_turn_takes_its_items_along_where_nothing_comes_after_it(
+    store: SessionStore, raw: redis.Redis
+) -> None:
+    for n, after in (("t1", None), ("t2", "t1"), ("t3", "t2")):
+        await take_turn(store, T, S, n, wish=Wish(kind="chain", after=after), idempotency_key=n)
+    await store.delete_turn(T, S, "t2")
+    assert len(await items_of(store)) == 6, "t3 builds on it"
+    await store.delete_turn(T, S, "t3")
+    assert await items_of(store) == ["question t1", "answer t1", "question t2", "answer t2"]
+    assert not raw.hexists(session_keys(T, S).index, "t3.0")
+    with pytest.raises(SessionNotFound):
+        await store.delete_turn(T, S, "t3")
+    assert isinstance(await store.begin_turn(T, S, "t5", **LIMITS, wish=Wish(after="t1")), Moved)  # type: ignore[arg-type]
+    begun = await begin(store, T, S, "t6", idempotency_key="t3")  # the reply is gone, the key is free again
+    with pytest.raises(SessionBusy):
+        await store.delete_turn(T, S, "t1")
+    await store.abort_turn(begun, "test")
+    await take_turn(store, T, "one", "t1", wish=Wish(kind="chain"))
+    await store.delete_turn(T, "one", "t1")
+    assert not raw.keys("co:{acme/one}:*")
+    await take_turn(store, T, "plain", "t1")
+    await store.delete_turn(T, "plain", "t1")
+    assert await items_of(store, "plain") == ["question t1", "answer t1"]
+
+
 async def test_a_tenants_own_lifetime_is_on_every_key(redis_server: EmbeddedRedis, raw: redis.Redis) -> None:
     store = SessionStore(redis_server.url, session_ttl_seconds=600, tenant_ttl_seconds={T: 100})
     for tenant, seconds in ((T, 100), ("globex", 600)):

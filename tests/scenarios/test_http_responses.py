@@ -153,6 +153,22 @@ def test_a_response_is_read_as_it_was_said(client: openai.OpenAI) -> None:
     assert texts(client, talk.id) == ["say a", "a"]
 
 
+def test_a_deleted_response_is_gone_and_a_conversation_keeps_what_it_added(client: openai.OpenAI) -> None:
+    one = client.responses.create(model="quick", input="say a")
+    client.responses.delete(one.id)
+    talk = client.conversations.create()
+    two = client.responses.create(model="quick", input="say a", conversation=talk.id)
+    client.responses.delete(two.id)
+    for response_id in (one.id, two.id):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response_id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(model="quick", input="x", previous_response_id=response_id)
+    assert texts(client, talk.id) == ["say a", "a"]
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        list(client.responses.retrieve(client.responses.create(model="quick", input="say a").id, stream=True))
+
+
 def test_a_stream_has_all_events_in_order(client: openai.OpenAI) -> None:
     with client.responses.stream(model="quick", input="say one two") as stream:
         found = list(stream)

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from orchestrator.api import responses
-from orchestrator.api.intake import check_tools, parse_object, validate
+from orchestrator.api.intake import most_calls, parse_object, validate
 from orchestrator.api.wire import MOST_BIASES, UNSUPPORTED, ChatRequest
 from orchestrator.config import ModelConfig
 from policies.errors import BadRequest, UnsupportedField
@@ -57,9 +57,17 @@ def test_the_readme_lists_exactly_what_is_refused_and_what_switches_it_off(
 
 def test_real_models_do_not_call_functions_yet() -> None:
     model = ModelConfig(name="m", source="demo:smollm2-135m-instruct", memory=1)  # type: ignore[arg-type]
-    assert not check_tools([], model)
+    assert not most_calls([], "auto", model, parallel=True)
     with pytest.raises(UnsupportedField, match="tools"):
-        check_tools([{"type": "function"}], model)
+        most_calls([{"type": "function"}], "auto", model, parallel=True)
+
+
+def test_how_many_functions_may_be_called() -> None:
+    model, tools = ModelConfig(name="m", source="fake", memory=1), [{"type": "function"}]  # type: ignore[arg-type]
+    assert most_calls(tools, "auto", model, parallel=True) > 1 == most_calls(tools, "auto", model, parallel=False)
+    assert most_calls(tools, "none", model, parallel=True) == 0
+    with pytest.raises(UnsupportedField, match="tool_choice 'required'"):
+        most_calls(tools, "required", model, parallel=True)
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
