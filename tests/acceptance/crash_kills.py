@@ -60,6 +60,7 @@ class Struck:
     pieces: int  # of text that its client had
     before: Look
     known: frozenset[str]  # turn ids that earlier attempts of this turn had
+    certain: bool  # those are all
     moment: Moment = Moment.UNSURE
 
 
@@ -77,9 +78,12 @@ class Kill:
 
 
 def plan(kills: int, latest_piece: int, draw: random.Random) -> list[Kill]:
-    """Victims in turn, each with every aim as often. ``latest_piece``: of an answer, in whose middle a strike comes."""
-    rounds = [Kill(victim, aim) for aim in (Aim.COMMITTED, Aim.STREAMING, Aim.SENT, Aim.RANDOM) for victim in VICTIMS]
-    planned = [Kill(kill.victim, kill.aim) for _ in range(kills // len(rounds) + 1) for kill in rounds][:kills]
+    """Victims in turn, each with every aim in turn. ``latest_piece``: of an answer, in whose middle a strike comes."""
+    aims = (Aim.COMMITTED, Aim.STREAMING, Aim.SENT, Aim.RANDOM)
+    planned = []
+    for number in range(kills):
+        row, column = divmod(number, len(VICTIMS))
+        planned.append(Kill(VICTIMS[column], aims[(row + column) % len(aims)]))
     for kill in planned:
         kill.target_piece = draw.randint(1, latest_piece)
     return planned
@@ -97,6 +101,7 @@ class Killer:
         self._strike_done = asyncio.Event()
         self._dead: set[int] = set()
         self._turn_ids: dict[str, dict[str, int]] = {}  # key → turn ids seen under it, and the attempt
+        self._certain: set[int] = set()  # attempts that were sent when their key's lease had been looked at
         self.kills: list[Kill] = []
         self.done = False
         self.problems: list[str] = []
@@ -119,6 +124,12 @@ class Killer:
     # -- what the clients tell -----------------------------------------------------------
 
     def sent(self, attempt: Attempt) -> None:
+        """It cannot have begun yet: a lease under its key is an earlier attempt's."""
+        if attempt.number > 1:
+            with contextlib.suppress(redis.RedisError):
+                (look,) = self._reader.look([attempt.turn])
+                self._turn_ids.setdefault(attempt.turn.key, {}).setdefault(look.lease_turn, attempt.number - 1)
+                self._certain.add(id(attempt))
         if self._wanted is not None and self._wanted.aim is Aim.SENT:
             self._strike()
 
@@ -172,7 +183,8 @@ class Killer:
         for attempt, look in zip(on_their_way, looks, strict=True):
             ids = self._turn_ids.setdefault(attempt.turn.key, {})
             known = frozenset(turn for turn, number in ids.items() if number < attempt.number)
-            kill.struck.append(Struck(attempt, attempt.pieces, look, known))
+            certain = attempt.number == 1 or id(attempt) in self._certain
+            kill.struck.append(Struck(attempt, attempt.pieces, look, known, certain))
         if kill.victim != REDIS:
             self._classify(kill)
         self._strike_done.set()
@@ -233,7 +245,7 @@ def moment_of(kill: Kill, struck: Struck, after: Look) -> Moment:
         leases.append(after.lease_turn)
     if all(turn in struck.known for turn in leases if turn):
         return Moment.BEFORE
-    return Moment.BEGUN if struck.attempt.number == 1 else Moment.UNSURE  # or an earlier attempt's lease
+    return Moment.BEGUN if struck.certain else Moment.UNSURE  # or an earlier attempt's lease
 
 
 def _recorded_meanwhile(kill: Kill, after: Look) -> Moment | None:

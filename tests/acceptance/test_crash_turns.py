@@ -98,7 +98,7 @@ def test_the_counter_sees_half_turns_another_order_and_strangers(talk: Talk) -> 
 
 
 def struck(talk: Talk, number: int = 1, pieces: int = 0, before: Look = NOTHING) -> Struck:
-    return Struck(Attempt(asked(talk, 1), number, True), pieces, before, frozenset({"old"}))
+    return Struck(Attempt(asked(talk, 1), number, True), pieces, before, frozenset({"old"}), number == 1)
 
 
 def test_the_moment_of_a_kill(talk: Talk) -> None:

@@ -31,7 +31,6 @@ BREAKS = {
         "self._desk.add(ticket)\n            if any(slot.state in STARTABLE for slot in slots):",
         "if any(slot.state in STARTABLE for slot in slots):\n                self._desk.add(ticket)",
     ),
-    "test_R13": ("model_pool/host.py", "set(tickets) - set(self._redeemed)", "set(tickets)"),
     "test_R16": (
         "model_pool/host.py",
         "if self._channels.in_flight:\n            return\n        if self._busy",

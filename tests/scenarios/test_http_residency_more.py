@@ -34,8 +34,8 @@ BREAKS = {
     ),
     "test_R23": (
         "model_pool/host.py",
-        "self._residual_bytes = self._measure()",
-        'self._residual_bytes = self._measure(); self.__dict__.setdefault("left", []).append(b"x" * 2**20)',
+        "self._residual_bytes = self._measure()\n        self._stats = await",
+        'self.__dict__.setdefault("left", []).append(b"x" * 2**20)\n        self._stats = await',
     ),
     "test_R31": (
         "orchestrator/controller.py",
