@@ -9,7 +9,12 @@ local held = redis.call('HMGET', KEYS[2], 'token', 'turn')
 if held[2] == ARGV[2] and (ARGV[1] == '' or held[1] == ARGV[1]) then redis.call('DEL', KEYS[2]) end
 if redis.call('HEXISTS', KEYS[5], ARGV[2]) == 1 then return {'committed'} end
 -- A session deleted meanwhile must not come back as a list of failed attempts.
-if redis.call('EXISTS', KEYS[1]) == 0 then return {'ok'} end
+local version = redis.call('HGET', KEYS[1], 'version')
+if not version then return {'ok'} end
+if ARGV[4] == '' and version == '0' and redis.call('EXISTS', KEYS[2], KEYS[7]) == 0 then
+  redis.call('DEL', KEYS[1]) -- made by this begin alone, which is being undone
+  return {'ok'}
+end
 if ARGV[4] ~= '' then
   redis.call('LREM', KEYS[7], 0, ARGV[4]) -- the same abort sent twice is one attempt
   redis.call('RPUSH', KEYS[7], ARGV[4])

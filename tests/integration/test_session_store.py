@@ -492,6 +492,16 @@ async def test_no_script_crosses_a_cluster_slot(cluster_node: str) -> None:
         await store.renew(begun)
         await store.abort_turn(begun, "x")
         assert len((await store.list_sessions("a/b")).sessions) == 1
+        await store.create_session("a/b", "made", said("t1", ("system", "s"), ("user", "q")), metadata={"k": "v"})
+        await store.add_items("a/b", "made", said("t2", ("user", "q")), "c1")
+        await store.replace_item("a/b", "made", said("t2", ("user", "q2"))[0])
+        await store.delete_item("a/b", "made", "t2.0")
+        await store.set_metadata("a/b", "made", {})
+        await store.fork_session("a/b", "made", "fork")
+        assert await store.import_session("a/b", [line async for line in store.export_session("a/b", "fork")], "copy")
+        await begin(store, "a/b", S, "t3")
+        assert await store.cancel_turn("a/b", S, "t3")
+        await store.delete_turn("a/b", S, "t1")
         await store.delete_session("a/b", S)
     finally:
         await store.close()

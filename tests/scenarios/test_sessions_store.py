@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import redis
@@ -46,6 +47,10 @@ BREAKS = {
     "test_S20": ("session_store/lua/begin_turn.lua", "local busy = held[1] and held[1] ~= turn", "local busy = false"),
     "test_S22": ("session_store/lua/commit_turn.lua", "if idem_key ~= '' then redis.call", "if false then redis.call"),
     "test_S23": ("session_store/lua/abort_turn.lua", "redis.call('RPUSH', KEYS[7], ARGV[4])", ""),
+    "test_S26": ("session_store/lua/commit_turn.lua", "redis.call('HSETNX', index, ARGV[i], place) == 1", "true"),
+    "test_S29": ("session_store/lua/commit_turn.lua", "redis.call('HSETNX', index", "redis.pcall('HSETNX', index"),
+    "test_S31": ("session_store/lua/append_items.lua", "place = place + 1", ""),
+    "test_S34": ("session_store/reading.py", "pipe.delete(*keys.all())", "pipe.flushdb()"),
     "test_S35": ("session_store/keys.py", "{encode_tenant(tenant)}/{check", "{check"),
 }
 
@@ -293,3 +298,77 @@ async def test_S35_another_tenants_session_does_not_exist(store: SessionStore) -
     await store.commit_turn(own, said("t1", ("user", "mine")), {}, {}, 1)
     await store.delete_session("evil", "s")
     assert contents(held.items) == contents(await store.read_items("acme", "s")) == ["question t1", "answer t1"]
+
+
+async def test_S26_an_item_that_is_sent_again_is_there_once(store: SessionStore) -> None:
+    begun = await begin(store, "acme", "s", "t1")
+    await store.commit_turn(begun, said("t1", ("user", "q"), ("assistant", "a")), {}, {}, 1)
+    begun = await begin(store, "acme", "s", "t2")
+    again = [replace(item, turn_id="t2") for item in begun.items]
+    await store.commit_turn(begun, [*again, *said("t2", ("user", "q2"), ("assistant", "a2"))], {}, {}, 1)
+    assert contents(await store.read_items("acme", "s")) == ["q", "a", "q2", "a2"]
+
+
+async def test_S29_a_full_server_says_so_and_nothing_is_lost_or_half_written(
+    store: SessionStore, raw: redis.Redis
+) -> None:
+    await take_turn(store, "acme", "s", "t1", idempotency_key="k")
+    begun = await begin(store, "acme", "s", "t2")
+    before = {key: raw.dump(key) for key in raw.keys("co:{acme/s}:*")}
+    raw.config_set("maxmemory", 1)
+    try:
+        for refused in (
+            store.commit_turn(begun, said("t2", ("user", "q"), ("assistant", "a")), {}, {}, 1),
+            store.create_session("acme", "other", said("t", ("user", "q"))),
+            begin(store, "acme", "other", "t3"),
+        ):
+            with pytest.raises(StoreUnavailable, match="is full") as error:
+                await refused
+            assert error.value.http_status == 503 and error.value.retry_after_seconds
+        assert {key: raw.dump(key) for key in raw.keys("co:{acme/s}:*")} == before
+        assert raw.keys("co:{acme/other}:*") == []
+        assert contents(await store.read_items("acme", "s")) == ["question t1", "answer t1"], "reading goes on"
+    finally:
+        raw.config_set("maxmemory", 0)
+    assert await store.commit_turn(begun, said("t2", ("user", "q"), ("assistant", "a")), {}, {}, 1) == 2
+
+
+async def test_S31_a_history_written_piece_by_piece_is_read_back_whole(
+    redis_server: EmbeddedRedis, store: SessionStore
+) -> None:
+    """Turns, additions, an edit and a deletion: another process reads exactly what they leave."""
+    await store.create_session("acme", "s", said("t0", ("system", "rules")))
+    expected = ["rules"]
+    for n in range(1, 30):
+        if n % 3:
+            await take_turn(store, "acme", "s", f"t{n}")
+            expected += [f"question t{n}", f"answer t{n}"]
+        else:
+            await store.add_items("acme", "s", said(f"t{n}", ("user", f"a{n}"), ("user", f"b{n}")), f"c{n}")
+            expected += [f"a{n}", f"b{n}"]
+    await store.replace_item("acme", "s", said("t3", ("user", "edited"))[0])
+    expected[expected.index("a3")] = "edited"
+    await store.delete_item("acme", "s", "t6.1")
+    expected.remove("b6")
+    other = SessionStore(redis_server.url)
+    assert contents(await other.read_items("acme", "s", 0, 1000)) == expected
+    assert contents((await begin(other, "acme", "s", "t")).items) == expected
+    await other.close()
+
+
+async def test_S32_items_are_still_there_long_after_ten_minutes(store: SessionStore, raw: redis.Redis) -> None:
+    """Some stores forget within 600 s of the last write unless told otherwise. Ours keep a week, and say so."""
+    await take_turn(store, "acme", "s", "t1")
+    for key in raw.keys("co:{acme/s}:*"):
+        assert raw.pttl(key) > 6 * 24 * 3600 * 1000, key
+    assert (await store.session_info("acme", "s")).expires_in_seconds > 6 * 24 * 3600
+
+
+async def test_S34_clearing_one_session_leaves_the_others(store: SessionStore, raw: redis.Redis) -> None:
+    for tenant, name in (("acme", "s"), ("acme", "s2"), ("globex", "s")):
+        await take_turn(store, tenant, name, f"t-{name}")
+    await store.delete_session("acme", "s")
+    assert not raw.keys("co:{acme/s}:*")
+    for tenant, name in (("acme", "s2"), ("globex", "s")):
+        assert contents(await store.read_items(tenant, name)) == [f"question t-{name}", f"answer t-{name}"]
+    assert [session.session_id for session in (await store.list_sessions("acme")).sessions] == ["s2"]
