@@ -104,10 +104,10 @@ def pin_seconds(retention: str, place: object, tenant: TenantConfig) -> float:
 
 def most_calls(tools: object, choice: object, model: ModelConfig, *, parallel: bool) -> int:
     """How many functions an answer may call; UnsupportedField where the model cannot, or cannot be made to."""
-    if not tools:
-        return 0
     if choice not in ("auto", "none"):
         raise UnsupportedField(f"tool_choice {choice!r} is not supported: auto or none", param="tool_choice")
+    if not tools:
+        return 0
     if model.source != "fake":  # there is no template and no parser for its calls
         raise UnsupportedField("'tools' is not supported by this model yet; leave it out", param="tools")
     return 0 if choice == "none" else MOST_CALLS if parallel else 1

@@ -36,7 +36,10 @@ from session_store.store import SessionStore
 RESPONSE_ID = re.compile(r"resp_(?:([A-Za-z0-9._:-]{1,128})_)?([0-9a-f]{32})")
 # Fields of the OpenAI API that are known and not built, with the only values that mean "off".
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "access_programs": (),
     "background": (False,),
+    "background_options": (),
+    "image": (),
     "context_management": ([],),
     "include": ([],),
     "max_tool_calls": (),

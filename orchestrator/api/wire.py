@@ -33,7 +33,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 MOST_BIASES = 1024
-KIND = re.compile(r"str|float|list\[.*\]|[A-Z]\w+")  # what pydantic puts between fields: which kind of a union it tried
+KIND = re.compile(r"str|float|(list|dict)\[.*\]|ConversationParam")  # between fields: of a union, what was tried
 DURATION = re.compile(r"(-?\d+(?:\.\d+)?)([smh]?)")
 DURATION_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import httpx
 import pytest
@@ -89,7 +90,7 @@ def test_chat_goes_on_across_models_and_sessions_show_it(fake_service: RunningSe
     assert "you: and now?" in said
     assert session in orchestrator(fake_service, "sessions", "ls", "acme")
     shown = orchestrator(fake_service, "sessions", "show", "acme", session)
-    assert "2 turns" in shown and "user: and now?" in shown and "assistant (small)" in shown
+    assert "2 changes" in shown and "user: and now?" in shown and "assistant (small)" in shown
     orchestrator(fake_service, "sessions", "rm", "acme", session)
     assert "there is no session" in orchestrator(fake_service, "sessions", "show", "acme", session, code=1)
 
@@ -106,6 +107,25 @@ def test_S34_removing_one_session_leaves_the_others(fake_service: RunningService
     listed = json.loads(orchestrator(fake_service, "sessions", "ls", "globex", "--json"))["sessions"]
     ids = {session["session_id"] for session in listed}
     assert "keep-me" in ids and "drop-me" not in ids
+
+
+def test_an_exported_session_is_made_again(fake_service: RunningService, tmp_path: Path) -> None:
+    orchestrator(fake_service, "chat", "quick", "--session", "to-move", typed="say hello\n")
+    exported = orchestrator(fake_service, "sessions", "export", "acme", "to-move")
+    file = tmp_path / "talk.jsonl"
+    file.write_text(exported)
+    assert "made globex/moved with 2 items" in orchestrator(
+        fake_service, "sessions", "import", "globex", str(file), "--name", "moved"
+    )
+    assert (
+        orchestrator(fake_service, "sessions", "export", "globex", "moved").splitlines()[1:]
+        == exported.splitlines()[1:]
+    )
+    again = orchestrator(fake_service, "sessions", "import", "globex", str(file), "--name", "moved", code=1)
+    assert "there is a session moved already" in again
+    file.write_text(exported.splitlines()[0] + "\nbroken\n")
+    assert "line 2" in orchestrator(fake_service, "sessions", "import", "acme", str(file), "--name", "x", code=1)
+    assert "there is no session" in orchestrator(fake_service, "sessions", "export", "acme", "nowhere", code=1)
 
 
 def test_a_chat_with_an_unknown_model_says_so(fake_service: RunningService) -> None:

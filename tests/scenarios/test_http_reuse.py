@@ -399,7 +399,7 @@ def test_E59_what_contradicts_itself_is_refused(
     assert (response.status_code, error["param"]) == (400, param), error
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "responses", "embeddings", "messages"])
+@pytest.mark.parametrize("endpoint", ["completions", "embeddings", "messages"])
 def test_E59_an_endpoint_that_is_not_there_takes_nothing(fake_service: RunningService, endpoint: str) -> None:
     """When /v1/completions is built, the list above is asked of it as well."""
     body = {"model": "quick", "prompt": "x", "best_of": 2}

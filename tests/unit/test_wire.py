@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
 from orchestrator.api import responses
@@ -53,6 +54,11 @@ def test_the_readme_lists_exactly_what_is_refused_and_what_switches_it_off(
         listed |= dict.fromkeys(re.findall(r"`([^`]+)`", names), off)
     assert listed == refused
     assert not set(refused) & set(kind.model_fields)
+
+
+def test_every_field_that_the_openai_client_can_send_with_a_response_is_known() -> None:
+    known = set(responses.ResponseRequest.model_fields) | set(responses.UNSUPPORTED)
+    assert set(response_create_params.ResponseCreateParamsStreaming.__annotations__) <= known
 
 
 def test_real_models_do_not_call_functions_yet() -> None:
