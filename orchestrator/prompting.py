@@ -44,6 +44,8 @@ class Prompter:
 
     def prompt(self, ask: Ask, begun: Begun | None, new: Sequence[Item]) -> Prompt:
         """Of these new items, behind those that the session has. ContextLengthExceeded, BadRequest."""
+        if begun is None and ask.history:
+            begun = Begun(ask.tenant.name, "", ask.turn_id, 0, 0, ask.history, 0)
         items = [*(begun.items if begun is not None else ()), *new]
         if ask.instructions:
             said = message("system", ask.instructions)

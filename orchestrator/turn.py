@@ -134,11 +134,10 @@ class TurnRunner:
                 # a task of its own: this generator may be closing because its client went away
                 await asyncio.shield(self._spawn(self._give_back(ask, begun, used)))
 
-    async def count(self, ask: Ask, items: tuple[Item, ...]) -> int:
-        """Tokens of the prompt that these stored items and the ask's own would make. Takes nothing."""
-        begun = Begun(ask.tenant.name, "", ask.turn_id, 0, 0, items, 0)
+    async def count(self, ask: Ask) -> int:
+        """Tokens of the prompt that the ask's history and its own items would make. Takes nothing."""
         new = to_items(ask.items, ask.turn_id, ask.arrival)
-        prompt = await asyncio.to_thread(self._prompter.prompt, ask, begun, new)
+        prompt = await asyncio.to_thread(self._prompter.prompt, ask, None, new)
         return len(prompt.token_ids)
 
     # -- begin ---------------------------------------------------------------------

@@ -12,7 +12,8 @@ the session by each script that touches it; a session nobody uses is gone after 
 |                      |        |           | one leaves a tombstone)
 | co:{t/s}:heads       | list   | sliding   | indexes of system, developer and pinned items: always in the window
 | co:{t/s}:turns       | hash   | sliding   | turn id → "token version first count\\n" + JSON {reply, truncation}
-| co:{t/s}:idem        | hash   | sliding   | "t:"+key → turn id, "f:"+key → request fingerprint; finished only
+| co:{t/s}:idem        | hash   | sliding   | "t:"+key → turn id, "f:"+key → request fingerprint, of finished turns;
+|                      |        |           | "m:"+key → 1, where the request of this key was sent to a fork
 | co:{t/s}:incomplete  | list   | sliding   | JSON of the last 32 attempts that were not committed; never prompted
 | co:{t/s}:index       | hash   | sliding   | item id → its index; without those deleted
 | co:{t/s}:old         | list   | sliding   | the last 32 items that were superseded or deleted, as they were

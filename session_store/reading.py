@@ -95,6 +95,24 @@ class SessionReader:
             return found[0]
         raise item_not_found(session_id, item_id)
 
+    async def read_named(self, tenant: str, session_id: str, item_ids: Sequence[str]) -> tuple[Item, ...]:
+        """The items of these ids that are there, in this order. SessionNotFound."""
+        keys = session_keys(tenant, session_id)
+
+        def ask(pipe: Pipeline) -> None:
+            pipe.hget(keys.meta, "version")
+            pipe.hmget(keys.index, list(item_ids))
+
+        version, places = await self._client.read(ask)
+        _check_exists(session_id, version)
+        found = [int(place) for place in places if place is not None]
+
+        def read(pipe: Pipeline) -> None:
+            for place in found:
+                pipe.lindex(keys.items, place)
+
+        return tuple(parse_live(await self._client.read(read))) if found else ()
+
     async def read_turn(self, tenant: str, session_id: str, turn_id: str) -> StoredTurn | None:
         """What became of a turn; None if nothing is known of it."""
         keys = session_keys(tenant, session_id)

@@ -98,7 +98,7 @@ class ConversationsRoute:
         change = uuid.uuid4().hex
         items = self._items(body.items, change)
         await self._when_free(lambda: self._store.add_items(tenant, name, items, change))
-        return shown_list([await self._store.read_item(tenant, name, item.item_id) for item in items], more=False)
+        return shown_list(await self._store.read_named(tenant, name, [item.item_id for item in items]), more=False)
 
     async def items(self, request: Request, tenant: str, name: str) -> dict[str, Any]:
         asked = page_of(request)

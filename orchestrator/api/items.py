@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from orchestrator.api.wire import explain_invalid
@@ -97,9 +99,9 @@ def read_items(said: Any, param: str, most_bytes: int) -> tuple[tuple[NewItem, .
         raise BadRequest(f"{param}: must be a text or a list of items", param=param)
     found = [_read_item(one, f"{param}.{index}", most_bytes) for index, one in enumerate(said)]
     new = tuple(one for one in found if isinstance(one, NewItem))
-    ids = [one.item_id for one in new if one.item_id is not None]
-    if twice := {item_id for item_id in ids if ids.count(item_id) > 1}:
-        raise BadRequest(f"{param}: the id {min(twice)} is there twice", param=param)
+    ids = Counter(one.item_id for one in new if one.item_id is not None)
+    if ids and ids.most_common(1)[0][1] > 1:
+        raise BadRequest(f"{param}: the id {ids.most_common(1)[0][0]} is there twice", param=param)
     return new, tuple(one for one in found if isinstance(one, str))
 
 
@@ -142,9 +144,9 @@ def _read_item(said: Any, param: str, most_bytes: int) -> NewItem | str:
     body = item.model_dump(exclude_none=True, exclude={"id"})
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         body["content"] = message(item.role, item.content)["content"]
-    size = sum(len(text.encode("utf-8", "replace")) for text in _texts(body))
+    size = _bytes(body, param)
     if size > most_bytes:
-        raise BadRequest(f"{param}: has {size} bytes of text, the limit is {most_bytes}", param=param)
+        raise BadRequest(f"{param}: has {size} bytes, the limit of one item is {most_bytes}", param=param)
     item_id: str | None = getattr(item, "id", None)
     return NewItem(body, item_id)
 
@@ -162,8 +164,8 @@ def _shown_part(part: Mapping[str, Any]) -> dict[str, Any]:
     return {"annotations": [], "logprobs": [], **part} if part["type"] == "output_text" else dict(part)
 
 
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for one in inside for text in _texts(one)]
+def _bytes(body: Mapping[str, Any], param: str) -> int:
+    try:
+        return len(orjson.dumps(body))
+    except orjson.JSONEncodeError as error:  # half a surrogate pair
+        raise BadRequest(f"{param}: {error}", param=param) from error

@@ -11,6 +11,7 @@ import hashlib
 import re
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import orjson
@@ -29,7 +30,6 @@ from orchestrator.metrics import GatewayMetrics
 from orchestrator.progress import Progress
 from orchestrator.turn import TurnRunner
 from policies.errors import BadRequest, OrchestratorError, ResponseNotFound, SessionNotFound
-from session_store.items import Item
 from session_store.records import StoredTurn
 from session_store.store import SessionStore
 
@@ -138,10 +138,12 @@ class ResponsesRoute:
         said = parse_object(await read_body(request, int(self._config.http.max_body)))
         body = validate(ResponseRequest, said, UNSUPPORTED)
         ask = self._ask(body, said, request.headers.get("idempotency-key"), tenant)
-        progress = Progress(arrival=ask.arrival)
-        call = _ResponseDelivery(ask, body, progress, self._counting.count)
-        events = self._counting.watched(self._runner.run(ask, progress))
         try:
+            if body.previous_response_id is not None and not body.store:
+                ask = await self._without_trace(ask)
+            progress = Progress(arrival=ask.arrival)
+            call = _ResponseDelivery(ask, body, progress, self._counting.count)
+            events = self._counting.watched(self._runner.run(ask, progress))
             if body.stream:
                 return await call.stream(events, self._config.http.stream_hold_seconds)
             return await call.whole(events)
@@ -155,8 +157,8 @@ class ResponsesRoute:
         said = parse_object(await read_body(request, int(self._config.http.max_body)))
         body = validate(ResponseRequest, said, UNSUPPORTED)
         ask = self._ask(body, said, None, tenant)
-        history = await self._history(ask, tenant.name)
-        return {"object": "response.input_tokens", "input_tokens": await self._runner.count(ask, history)}
+        ask = await self._without_trace(ask)
+        return {"object": "response.input_tokens", "input_tokens": await self._runner.count(ask)}
 
     async def read(self, request: Request, tenant: str, response_id: str) -> dict[str, Any]:
         """What has been said; of one that runs or came to no end, how it is."""
@@ -247,16 +249,17 @@ class ResponsesRoute:
             raise _not_found(response_id, "response_id")
         return session_id, turn
 
-    async def _history(self, ask: Ask, tenant: str) -> tuple[Item, ...]:
-        if ask.place is None or not (ask.place.must_exist or ask.place.after):
-            return ()
-        window = self._config.sessions.window_items
-        info = await self._store.session_info(tenant, ask.place.session_id)
-        end = info.items
-        if ask.place.after is not None:
-            end = await self._store.end_of_turn(tenant, ask.place.session_id, ask.place.after)
-        start = max(0, end - window)
-        return await self._store.read_items(tenant, ask.place.session_id, start, max(1, end - start))
+    async def _without_trace(self, ask: Ask) -> Ask:
+        """The same on a history that is read and not added to."""
+        place, tenant = ask.place, ask.tenant.name
+        if place is None or not place.must_exist:
+            return replace(ask, place=None)
+        end = (await self._store.session_info(tenant, place.session_id)).items
+        if place.after is not None:
+            end = await self._store.end_of_turn(tenant, place.session_id, place.after)
+        start = max(0, end - self._config.sessions.window_items)
+        history = await self._store.read_items(tenant, place.session_id, start, max(1, end - start))
+        return replace(ask, place=None, history=history)
 
 
 class _ResponseDelivery(Delivery):
@@ -292,8 +295,14 @@ class _ResponseDelivery(Delivery):
     # -- what there is to say ---------------------------------------------------------
 
     @property
+    def _turn_id(self) -> str:
+        """A replayed answer keeps the ids it had."""
+        replay = self.started.replay if self.started is not None else None
+        return self.ask.turn_id if replay is None else replay[0]
+
+    @property
     def _part(self) -> dict[str, Any]:
-        return {"item_id": f"msg_{self.ask.turn_id}_a", "output_index": 0, "content_index": 0}
+        return {"item_id": f"msg_{self._turn_id}_a", "output_index": 0, "content_index": 0}
 
     def _begin_message(self) -> list[bytes]:
         self._said = True
@@ -330,7 +339,7 @@ class _ResponseDelivery(Delivery):
     def _response(self, done: Done | None) -> dict[str, Any]:
         session_id = self.started.session_id if self.started is not None else None
         asked = self.ask.reply.get("response") or self._body.model_dump(exclude=NOT_KEPT, exclude_defaults=True)
-        head = _head(session_id, self.ask.turn_id, asked, "in_progress", created=self.ask.arrival)
+        head = _head(session_id, self._turn_id, asked, "in_progress", created=self.ask.arrival)
         head |= {"model": self.ask.model.name, "store": self._body.store}
         if self._body.conversation_id:
             head["conversation"] = {"id": self._body.conversation_id}
@@ -338,13 +347,13 @@ class _ResponseDelivery(Delivery):
             return head
         said = self.texts[0]
         output = [self._message(said)] if said.strip() or self.called is None else []
-        output += [] if self.called is None else _calls(self.called, self.ask.turn_id)
+        output += [] if self.called is None else _calls(self.called, self._turn_id)
         return head | _ended(done.finish_reasons[0]) | {"output": output, "usage": _usage(_counts(done))}
 
     def _message(self, text: str) -> dict[str, Any]:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return {
-            "id": f"msg_{self.ask.turn_id}_a",
+            "id": f"msg_{self._turn_id}_a",
             "type": "message",
             "role": "assistant",
             "status": "completed",

@@ -47,7 +47,15 @@ if ARGV[11] ~= '' then
   if not record then return {'missing'} end
   local first, count = string.match(record, '^%d+ %d+ (%d+) (%d+)\n')
   local retry = busy and idem_key ~= '' and held[2] == idem_key -- waits for its first attempt
-  if about[2] ~= 'chain' or about[3] ~= ARGV[11] or (busy and not retry) then return {'moved', first + count} end
+  -- Who has been sent away under this key is sent away again: what it does there must not be done here too.
+  local sent_away = idem_key ~= '' and redis.call('HEXISTS', idem, 'm:' .. idem_key) == 1
+  if about[2] ~= 'chain' or about[3] ~= ARGV[11] or (busy and not retry) or sent_away then
+    if idem_key ~= '' and not sent_away then
+      redis.call('HSET', idem, 'm:' .. idem_key, '1')
+      redis.pcall('PEXPIRE', idem, session_ms)
+    end
+    return {'moved', first + count}
+  end
 end
 if busy then
   if idem_key ~= '' and held[2] == idem_key and held[3] ~= fingerprint then return {'mismatch'} end

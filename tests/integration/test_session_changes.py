@@ -39,6 +39,7 @@ BREAKS = {
     "test_an_import_that_fails": ("session_store/changing.py", '"open_session", keys', '"load_items", keys'),
     "test_a_tenants_own": ("session_store/changing.py", "self.of_tenant.get(tenant, self.seconds)", "self.seconds"),
     "test_a_chain_goes_on": ("session_store/lua/begin_turn.lua", "or about[3] ~= ARGV[11]", ""),
+    "test_a_retry_of_what": ("session_store/lua/begin_turn.lua", "or sent_away then", "then"),
     "test_a_cancelled_turn": ("session_store/lua/cancel_turn.lua", "redis.call('DEL', KEYS[2])", ""),
 }
 
@@ -256,6 +257,17 @@ async def test_a_chain_goes_on_from_its_last_turn_and_forks_from_others(store: S
     assert (await store.tenant_usage(T)).running == 0, "what was refused gave its place back"
     await take_turn(store, T, "plain", "t1")
     assert isinstance(await store.begin_turn(T, "plain", "t2", **LIMITS, wish=Wish(after="t1")), Moved)  # type: ignore[arg-type]
+
+
+async def test_a_retry_of_what_was_sent_to_a_fork_is_sent_there_again(store: SessionStore) -> None:
+    """Seen with a crash: the chain was busy at the first attempt, and free at the retry, which ran a second time."""
+    await take_turn(store, T, S, "t1", wish=Wish(kind="chain"))
+    asked = {**LIMITS, "idempotency_key": "k", "request_fingerprint": "f", "wish": Wish(after="t1")}
+    other = await begin(store, T, S, "t2", wish=Wish(after="t1"))
+    assert isinstance(await store.begin_turn(T, S, "t3", **asked), Moved)  # type: ignore[arg-type]
+    await store.abort_turn(other, "gave up")
+    assert isinstance(await store.begin_turn(T, S, "t4", **asked), Moved)  # type: ignore[arg-type]
+    assert isinstance(await begin(store, T, S, "t5", wish=Wish(after="t1")), Begun), "others go on here"
 
 
 async def test_a_cancelled_turn_cannot_be_committed_and_is_remembered(store: SessionStore) -> None:
