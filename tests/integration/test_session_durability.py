@@ -39,12 +39,11 @@ __all__ = ["raw", "redis_server"]  # fixtures
 
 T, S = "acme", "talk"
 BREAKS = {
-    "test_with_a_replica": (
+    "test_a_turn_that_no_replica": (
         "session_store/store.py",
         "self._client.run(commit, settle, confirmed=True)",
         "self._client.run(commit, settle)",
     ),
-    "test_a_turn_that_no_replica": ("session_store/client.py", "or replicas < self._replicas", "and False"),
     "test_a_retry_of_an_unconfirmed": ("session_store/store.py", "await self._client.confirm(", "str("),
     "test_a_new_primary": (
         "session_store/client.py",
