@@ -13,7 +13,7 @@ from tests.acceptance.sdk_talk import ARGUMENTS, BEFORE_CALL, CALL, Check, Talk,
 
 ROOT = Path(__file__).parents[2]
 BREAKS = {  # a client that adds up a call's arguments from the stream's events has them twice then
-    "test_three_client": ("orchestrator/api/responses.py", '{**item, "arguments": "", ', "{**item, "),
+    "test_three_client": ("orchestrator/api/response_bodies.py", '{**item, "arguments": "", ', "{**item, "),
     "test_a_lost_a_doubled": ("tests/acceptance/sdk_talk.py", "expect(items == self.items,", "expect(bool(items),"),
     "test_another_history": ("tests/acceptance/sdk_talk.py", "expect(text == expected,", "expect(bool(text),"),
 }

@@ -28,7 +28,7 @@ BREAKS = {
     "test_S35_another": ("session_store/keys.py", "{encode_tenant(tenant)}/{check", "{check"),
     "test_a_response_is_read": ("orchestrator/api/responses.py", '"response" not in turn.reply', "False"),
     "test_going_on_from_an_older": ("session_store/lua/begin_turn.lua", "or about[3] ~= ARGV[11]", ""),
-    "test_a_stream_has": ("orchestrator/api/responses.py", "self._number += 1", "self._number += 2"),
+    "test_a_stream_has": ("orchestrator/api/response_bodies.py", "self._number += 1", "self._number += 2"),
     "test_instructions_are": ("orchestrator/prompting.py", "items.insert(0,", "(0,"),
     "test_a_conversation_that_does_not_fit": (
         "orchestrator/prompting.py",

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
-from orchestrator.api import responses
+from orchestrator.api import response_wire
 from orchestrator.api.intake import most_calls, parse_object, validate
 from orchestrator.api.wire import MOST_BIASES, UNSUPPORTED, ChatRequest
 from orchestrator.config import ModelConfig
@@ -32,7 +32,7 @@ def parsed(**fields: Any) -> ChatRequest:
 
 
 def test_the_readme_lists_exactly_the_fields_that_are_accepted() -> None:
-    for heading, kind in (("field", ChatRequest), ("field of a response", responses.ResponseRequest)):
+    for heading, kind in (("field", ChatRequest), ("field of a response", response_wire.ResponseRequest)):
         rows = table(heading)
         assert sorted(cells[0].strip("`") for cells in rows) == sorted(kind.model_fields)
         assert all(len(cells) == 3 and all(cells) for cells in rows)
@@ -42,7 +42,7 @@ def test_the_readme_lists_exactly_the_fields_that_are_accepted() -> None:
     ("heading", "refused", "kind"),
     [
         ("not supported", UNSUPPORTED, ChatRequest),
-        ("not supported in responses", responses.UNSUPPORTED, responses.ResponseRequest),
+        ("not supported in responses", response_wire.UNSUPPORTED, response_wire.ResponseRequest),
     ],
 )
 def test_the_readme_lists_exactly_what_is_refused_and_what_switches_it_off(
@@ -57,7 +57,7 @@ def test_the_readme_lists_exactly_what_is_refused_and_what_switches_it_off(
 
 
 def test_every_field_that_the_openai_client_can_send_with_a_response_is_known() -> None:
-    known = set(responses.ResponseRequest.model_fields) | set(responses.UNSUPPORTED)
+    known = set(response_wire.ResponseRequest.model_fields) | set(response_wire.UNSUPPORTED)
     assert set(response_create_params.ResponseCreateParamsStreaming.__annotations__) <= known
 
 
