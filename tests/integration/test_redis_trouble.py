@@ -28,7 +28,8 @@ BREAKS = {
     "test_a_server_that_fills": (
         "orchestrator/turn.py",
         "            committed = True\n            yield done",
-        "            committed = True\n            yield done\n        except StoreUnavailable:\n            yield done",
+        "            committed = True\n            yield done\n"
+        "        except StoreUnavailable:\n            yield done",
     ),
 }
 BUCKET = "orchestrator_store_round_trip_seconds_bucket{"
