@@ -165,7 +165,7 @@ class KVDiskConfig(Section):
 class SessionConfig(Section):
     ttl_seconds: int = Field(7 * 86_400, ge=60, description="sliding; of every key of a session")
     lease_seconds: float = Field(9.0, ge=1, description="of one turn; renewed at a third of it")
-    window_items: int = Field(512, ge=2, description="newest items read for a turn, at most")
+    window_items: int = Field(4096, ge=2, description="newest items read for a turn, at most")
     max_item: ByteSize = Field(ByteSize(2**20), description="of text in one item")
 
 

@@ -28,6 +28,7 @@ from orchestrator.api.chat import ChatRoute
 from orchestrator.api.conversations import ConversationsRoute
 from orchestrator.api.errors import error_response, from_http_exception
 from orchestrator.api.intake import read_body, request_id_of
+from orchestrator.api.items import check_stored
 from orchestrator.api.models import model_list
 from orchestrator.api.responses import ResponsesRoute
 from orchestrator.config import Config, TenantConfig
@@ -36,7 +37,7 @@ from orchestrator.detached import start_detached
 from orchestrator.forgetting import Forgetting
 from orchestrator.generation import Generator, Routes
 from orchestrator.links import Links, snapshot_of
-from orchestrator.logs import event_logger
+from orchestrator.logs import EventLogger, event_logger
 from orchestrator.metrics import GatewayMetrics, expose
 from orchestrator.pool_words import PoolPicture
 from orchestrator.tenants import Tenants
@@ -49,6 +50,7 @@ app = FastAPI(title="context-orchestrator", docs_url=None, redoc_url=None, opena
 PICTURE_SECONDS = 3.0
 FORGET_SECONDS = 10.0
 PUSH_SECONDS = 2.0
+_logs: list[EventLogger] = []  # this process's: the handlers of errors know no gateway
 
 
 def _json(body: Any) -> Response:
@@ -66,6 +68,8 @@ async def _name_request(request: Request, call_next: Any) -> Response:
 
 @app.exception_handler(OrchestratorError)
 async def _ours(request: Request, error: OrchestratorError) -> Response:
+    said = error.envelope()["error"]  # of a client's mistake its field alone: what was sent may be in the message
+    _note(request, error.http_status, error.code, said["message" if error.http_status >= 500 else "param"])
     return error_response(error)
 
 
@@ -77,10 +81,18 @@ async def _theirs(request: Request, error: HTTPException) -> Response:
 @app.exception_handler(Exception)
 async def _bug(request: Request, error: Exception) -> Response:
     """A bug of ours: said plainly, with the id to look for in the log."""
-    traceback.print_exception(error)
+    _note(request, 500, "internal_error", "".join(traceback.format_exception(error)))
     return error_response(
         OrchestratorError(f"internal error in request {request.state.request_id}: {type(error).__name__}")
     )
+
+
+def _note(request: Request, status: int, code: str, cause: str | None) -> None:
+    """One line in the log; ``orchestrator.log`` is where an operator looks."""
+    if _logs:
+        write = _logs[0].error if status >= 500 and code == "internal_error" else _logs[0].info
+        write("request_failed", request=request.state.request_id, method=request.method, path=request.url.path,
+              status=status, code=code, cause=cause)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,7 @@ class Gateway:
         config = Config.model_validate_json(plan.config_json)
         self._config = config
         self._log = event_logger(plan.log_path)
+        _logs[:] = [self._log]
         self._name = f"gw-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._tenants = Tenants(config)
         self.metrics = GatewayMetrics()
@@ -332,7 +345,10 @@ class Gateway:
         self._tenants.authenticate_admin(request.headers.get("authorization"))
         tenant = admin.tenant_param(self._config, tenant)
         raw = await read_body(request, admin.MOST_IMPORTED_BYTES)
-        name = await self._store.import_session(tenant, raw.splitlines(), request.query_params.get("session_id"))
+        most = int(self._config.sessions.max_item)
+        name = await self._store.import_session(
+            tenant, raw.splitlines(), request.query_params.get("session_id"), lambda item: check_stored(item, most)
+        )
         return _json(dataclasses.asdict(await self._store.session_info(tenant, name)))
 
     @app.delete("/admin/sessions/{tenant}/{session_id}")
@@ -367,9 +383,6 @@ class Gateway:
         if picture is None:
             raise Unavailable("the controller does not answer", retry_after_seconds=1.0)
         return picture
-
-    def failed(self, request: Request, error: OrchestratorError) -> None:
-        self._log.info("request_failed", path=request.url.path, code=error.code, cause=error.message)
 
     async def check_health(self) -> None:
         """Asked by Serve, in our event loop, from the start on."""

@@ -14,7 +14,7 @@ from orchestrator.config import ModelConfig
 from orchestrator.messages import to_messages
 from orchestrator.tokens import ChatTokenizer
 from policies.errors import BadRequest, ContextLengthExceeded, LoadFailed
-from policies.truncation import fit
+from policies.truncation import check_calls, fit
 from policies.types import TruncationRecord
 from session_store.items import Item, message
 from session_store.records import Begun
@@ -44,8 +44,8 @@ class Prompter:
 
     def prompt(self, ask: Ask, begun: Begun | None, new: Sequence[Item]) -> Prompt:
         """Of these new items, behind those that the session has. ContextLengthExceeded, BadRequest."""
-        if begun is None and ask.history:
-            begun = Begun(ask.tenant.name, "", ask.turn_id, 0, 0, ask.history, 0)
+        if begun is None and ask.history is not None:
+            begun = Begun(ask.tenant.name, "", ask.turn_id, 0, 0, ask.history.items, ask.history.unread)
         items = [*(begun.items if begun is not None else ()), *new]
         if ask.instructions:
             said = message("system", ask.instructions)
@@ -86,6 +86,7 @@ class Prompter:
 
     def _stateless(self, ask: Ask, items: Sequence[Item]) -> Prompt:
         tokenizer, window = self.tokenizer(ask.model), ask.model.max_model_len
+        check_calls([item.view() for item in items])
         messages = to_messages(items).messages
         _check_window(ask, tokenizer.count(messages, window))
         token_ids = tokenizer.encode(messages)
@@ -105,8 +106,10 @@ class Prompter:
             [item.view() for item in items], window - reply, lambda some: talk.count(as_messages.of(some), window)
         )
         if begun.truncated_store:
-            record = dataclasses.replace(record, reason=f"{record.reason}; {begun.truncated_store} older items unread")
-        if not ask.may_truncate and (record.cut or begun.truncated_store):
+            unread = f"{begun.truncated_store} older items are beyond what is read for a turn"
+            reason = f"{record.reason}; {unread}" if record.reason else unread
+            record = dataclasses.replace(record, unread_items=begun.truncated_store, reason=reason)
+        if not ask.may_truncate and (record.full_tokens > record.budget_tokens or begun.truncated_store):
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {window} tokens. The conversation does not fit beside {reply} "
                 f"tokens for the answer ({record.reason}). Send truncation: auto, or shorten it.",

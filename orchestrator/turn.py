@@ -136,8 +136,7 @@ class TurnRunner:
 
     async def count(self, ask: Ask) -> int:
         """Tokens of the prompt that the ask's history and its own items would make. Takes nothing."""
-        new = to_items(ask.items, ask.turn_id, ask.arrival)
-        prompt = await asyncio.to_thread(self._prompter.prompt, ask, None, new)
+        prompt = await asyncio.to_thread(self._prompter.prompt, ask, None, _new_items(ask, None))
         return len(prompt.token_ids)
 
     # -- begin ---------------------------------------------------------------------
@@ -230,7 +229,7 @@ class TurnRunner:
                     else:
                         await self._store.renew(begun)
                 except LeaseLost as error:
-                    progress.abort(error)
+                    progress.abort(await self._why(ask, begun, error))
                     return
                 except StoreUnavailable as error:  # try again: the lease may outlast the outage
                     self._log.warning("renew_failed", turn=ask.turn_id, cause=error.message)
@@ -240,6 +239,15 @@ class TurnRunner:
             yield
         finally:
             renewing.cancel()
+
+    async def _why(self, ask: Ask, begun: Begun | None, lost: LeaseLost) -> OrchestratorError:
+        """Cancelled through another gateway, or lost in truth."""
+        if begun is not None:
+            with contextlib.suppress(OrchestratorError):
+                turn = await self._store.read_turn(ask.tenant.name, begun.session_id, ask.turn_id)
+                if turn is not None and turn.status == "cancelled":
+                    return TurnCancelled(f"turn {ask.turn_id} was cancelled")
+        return lost
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
@@ -255,7 +263,7 @@ def window_bytes(model_tokens: int) -> int:
 
 def _new_items(ask: Ask, begun: Begun | None) -> list[Item]:
     """The ask's items that are not stored yet. ItemNotFound for a reference to one that is not there."""
-    known = frozenset[str]() if begun is None else begun.known
+    known = begun.known if begun is not None else ask.history.known if ask.history is not None else frozenset[str]()
     if missing := [item_id for item_id in ask.references if item_id not in known]:
         raise ItemNotFound(f"there is no item {missing[0]} in this conversation", param="input")
     fresh = [item for item in ask.items if item.item_id is None or item.item_id not in known]

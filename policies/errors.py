@@ -50,6 +50,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+MOST_SAID, MOST_PARAM = 2_000, 200  # characters of an answer's message and param
+
 
 class OrchestratorError(Exception):
     """Base of all errors we raise on purpose.
@@ -78,12 +80,17 @@ class OrchestratorError(Exception):
         """The OpenAI error body."""
         return {
             "error": {
-                "message": self.message,
+                "message": _short(self.message, MOST_SAID),
                 "type": self.error_type,
-                "param": self.param,
+                "param": None if self.param is None else _short(self.param, MOST_PARAM),
                 "code": self.code,
             }
         }
+
+
+def _short(text: str, most: int) -> str:
+    """What a client sent may be in it, of any length."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 def _rebuild(

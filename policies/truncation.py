@@ -98,6 +98,13 @@ def fit(items: Sequence[ItemView], budget_tokens: int, count: Count) -> tuple[tu
     )
 
 
+def check_calls(items: Sequence[ItemView]) -> None:
+    """BadRequest where the newest items answer a call that was not made, or a call is not answered."""
+    groups = group_turns(items)
+    _check_newest(groups, len(items))
+    _check_answered(groups[-2:])
+
+
 def _check_newest(groups: Sequence[Group], item_count: int) -> None:
     if groups and groups[-1].orphan_result is not None:
         raise BadRequest(

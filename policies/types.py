@@ -135,12 +135,13 @@ class TruncationRecord:
     dropped_turns: int = 0
     dropped_items: tuple[str, ...] = field(default=())
     reason: str = ""
+    unread_items: int = 0  # older ones that were not even read
 
     @property
     def cut(self) -> bool:
-        return bool(self.dropped_items)
+        return bool(self.dropped_items) or self.unread_items > 0
 
     def header(self) -> str:
         """Value of X-Context-Truncated, e.g. ``turns=3, items=7, tokens=1290``."""
         tokens = self.full_tokens - self.prompt_tokens
-        return f"turns={self.dropped_turns}, items={len(self.dropped_items)}, tokens={tokens}"
+        return f"turns={self.dropped_turns}, items={len(self.dropped_items) + self.unread_items}, tokens={tokens}"

@@ -8,7 +8,7 @@ import orjson
 
 from policies.errors import SessionBusy, StoreUnavailable, TenantLimit
 from policies.truncation import is_head
-from session_store.items import parse_live
+from session_store.items import Item, parse_live
 from session_store.records import Replay
 
 UNLIMITED = -1  # how a missing limit is written for reserve.lua
@@ -29,12 +29,26 @@ def raise_refusal(*results: Any) -> None:
 
 
 def begun(answer: Any, window_items: int, window_bytes: int) -> dict[str, Any]:
-    """The fields of ``Begun`` that a granted begin's answer has.
+    """The fields of ``Begun`` that a granted begin's answer has."""
+    _, token, version, _, start, head_data, read, known = answer
+    items, unread = cut_window(start, head_data, read, window_items, window_bytes)
+    return {
+        "fencing_token": int(token),
+        "version": int(version),
+        "items": items,
+        "truncated_store": unread,
+        "known": frozenset(item_id.decode() for item_id in known),
+    }
+
+
+def cut_window(
+    start: int, head_data: list[bytes], read: list[bytes], window_items: int, window_bytes: int
+) -> tuple[tuple[Item, ...], int]:
+    """(items, how many older ones stay behind) of what was read from index ``start`` on, and the heads before it.
 
     If the window would start inside a turn, the rest of that turn stays behind too, unless nothing else would be left;
     heads always come.
     """
-    _, token, version, _, start, head_data, read, known = answer
     heads = parse_live(head_data)
     unread = start - len(head_data)
     items = parse_live(read)
@@ -45,13 +59,7 @@ def begun(answer: Any, window_items: int, window_bytes: int) -> dict[str, Any]:
         unread += cut - len(saved)
         heads += saved
         items = items[cut:]
-    return {
-        "fencing_token": int(token),
-        "version": int(version),
-        "items": (*heads, *items),
-        "truncated_store": unread,
-        "known": frozenset(item_id.decode() for item_id in known),
-    }
+    return (*heads, *items), unread
 
 
 def replay(tenant: str, session_id: str, answer: Any) -> Replay:

@@ -5,8 +5,10 @@ A session that a turn runs on is not changed: SessionBusy. A change is one scrip
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +18,14 @@ from policies.errors import BadRequest, SessionExists, StoreUnavailable
 from policies.truncation import is_head
 from session_store import answers
 from session_store.client import Call, ScriptClient
+from session_store.files import EXPORT_VERSION, FileHead, FileItem, parse_line
 from session_store.items import Item, parse_live, tombstone
-from session_store.keys import check_session_id, session_keys, tenant_keys
+from session_store.keys import check_session_id, load_keys, session_keys, tenant_keys
 from session_store.reading import SessionReader, item_not_found, not_found
 from session_store.records import SessionInfo
 
 OLD_KEPT = 32
 CHUNK_ITEMS = 200
-EXPORT_VERSION = 1
 
 
 def to_ms(seconds: float) -> int:
@@ -133,33 +135,35 @@ class SessionChanger(SessionReader):
         async for item in self._items(tenant, session_id, info.items):
             yield item.to_json() + b"\n"
 
-    async def import_session(self, tenant: str, lines: Iterable[bytes], session_id: str | None = None) -> str:
+    async def import_session(
+        self,
+        tenant: str,
+        lines: Iterable[bytes],
+        session_id: str | None = None,
+        check: Callable[[Item], None] = lambda item: None,
+    ) -> str:
         """Make the exported session again, under its own name or another. Returns the name.
 
-        SessionExists, BadRequest (with the line's number); nothing is visible before all of it is there.
+        ``check`` raises BadRequest for an item that no API would take. SessionExists, BadRequest (with the line's
+        number); nothing is visible before all of it is there.
         """
         source = iter(lines)
-        head = _parse_line(1, next(source, b""))
-        if head.get("export") != EXPORT_VERSION:
-            raise BadRequest(f"line 1: no export of version {EXPORT_VERSION}: {str(head)[:80]}", param="file")
-        name = check_session_id(session_id or str(head.get("session_id")))
+        head = parse_line(1, next(source, b""), FileHead)
+        name = check_session_id(session_id or head.session_id)
 
         async def items() -> AsyncIterator[Item]:
             for number, line in enumerate(source, 2):
                 if line.strip():
+                    parse_line(number, line, FileItem)
                     try:
-                        yield Item.from_json(line)
-                    except (KeyError, TypeError, ValueError) as error:
-                        raise BadRequest(f"line {number}: no item: {error!r}", param="file") from error
+                        item = Item.from_json(line)
+                        check(item)
+                    except (BadRequest, ValueError) as error:
+                        raise BadRequest(f"line {number}: {error}", param="file") from error
+                    yield item
 
-        await self._load(
-            tenant,
-            name,
-            items(),
-            kind=str(head.get("kind", "session")),
-            metadata=head.get("metadata", {}),
-            created_ms=str(to_ms(head["created"])) if "created" in head else "",
-        )
+        created_ms = "" if head.created is None else str(to_ms(head.created))
+        await self._load(tenant, name, items(), kind=head.kind, metadata=head.metadata, created_ms=created_ms)
         return name
 
     # -- inside -------------------------------------------------------------------------
@@ -182,10 +186,14 @@ class SessionChanger(SessionReader):
         self._changed(tenant, session_id, answer)
 
     async def _items(self, tenant: str, session_id: str, end: int) -> AsyncIterator[Item]:
+        """SessionNotFound if it is deleted meanwhile: a part of it is not it."""
         key = session_keys(tenant, session_id).items
         for start in range(0, end, CHUNK_ITEMS):
             last = min(end, start + CHUNK_ITEMS) - 1
-            for item in parse_live(await self._slice(key, start, last)):
+            data = await self._slice(key, start, last)
+            if len(data) <= last - start:
+                raise not_found(session_id)
+            for item in parse_live(data):
                 yield item
 
     async def _load(
@@ -198,30 +206,35 @@ class SessionChanger(SessionReader):
         metadata: Mapping[str, str],
         created_ms: str = "",
     ) -> None:
-        """Append chunk by chunk to what nobody sees, then show it."""
-        keys, ttl_ms = session_keys(tenant, session_id).all(), self._lifetimes.ms(tenant)
+        """Append chunk by chunk to keys that nobody looks at, then make a session of them."""
+        load_id, ttl_ms = uuid.uuid4().hex, self._lifetimes.ms(tenant)
+        loading = load_keys(tenant, session_id, load_id)
         at, chunk = 0, list[Item]()
 
         async def append() -> None:
             nonlocal at
-            args = (at, ttl_ms, len(chunk), *_triples(chunk))
-            self._changed(tenant, session_id, (await self._client.run(Call("load_items", keys, args)))[0])
+            call = Call("load_items", loading, (at, ttl_ms, *_triples(chunk)))
+            self._changed(tenant, session_id, (await self._client.run(call))[0])
             at += len(chunk)
             chunk.clear()
 
-        async for item in items:
-            chunk.append(item)
-            if len(chunk) == CHUNK_ITEMS:
-                await append()
-        if chunk or not at:
+        try:
+            async for item in items:
+                chunk.append(item)
+                if len(chunk) == CHUNK_ITEMS:
+                    await append()
             await append()
-        change = uuid.uuid4().hex
-        args = (change, ttl_ms, kind, orjson.dumps(dict(metadata)), created_ms, at)
-        answer, listed = await self._client.run(
-            Call("open_session", keys, args), self._list_call(tenant, session_id), confirmed=True
-        )
-        self._changed(tenant, session_id, answer)
-        answers.raise_refusal(listed)
+            keys = (*session_keys(tenant, session_id).all(), *loading)
+            args = (load_id, ttl_ms, kind, orjson.dumps(dict(metadata)), created_ms, at)
+            answer, listed = await self._client.run(
+                Call("open_session", keys, args), self._list_call(tenant, session_id), confirmed=True
+            )
+            self._changed(tenant, session_id, answer)
+            answers.raise_refusal(listed)
+        except BaseException:
+            with contextlib.suppress(StoreUnavailable):  # else they lapse
+                await asyncio.shield(self._client.read(lambda pipe: pipe.delete(*loading)))
+            raise
 
     def _list_call(self, tenant: str, session_id: str) -> Call:
         return Call("list_session", tenant_keys(tenant).all(), (session_id, self._lifetimes.ms(tenant)))
@@ -236,8 +249,12 @@ class SessionChanger(SessionReader):
                 raise SessionExists(f"there is a session {session_id} already", param="session_id")
             case "busy":
                 raise answers.busy(session_id, answer)
-            case "elsewhere":
-                raise StoreUnavailable(f"another import of {session_id} is at work: try again", retry_after_seconds=1.0)
+            case "twice":
+                raise BadRequest(f"the item id {answer[1].decode()} is there twice", param="file")
+            case "lost":
+                raise StoreUnavailable(
+                    f"what was loaded of {session_id} has lapsed: try again", retry_after_seconds=1.0
+                )
 
 
 def _triples(items: Sequence[Item]) -> list[Any]:
@@ -247,13 +264,3 @@ def _triples(items: Sequence[Item]) -> list[Any]:
 def triple(item: Item) -> tuple[str, str, bytes]:
     """An item as the scripts take it: its id, "1" if it belongs into every prompt, its JSON."""
     return item.item_id, "1" if is_head(item.view()) else "", item.to_json()
-
-
-def _parse_line(number: int, line: bytes) -> dict[str, Any]:
-    try:
-        found = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"line {number}: not JSON: {error}", param="file") from error
-    if not isinstance(found, dict):
-        raise BadRequest(f"line {number}: not a JSON object", param="file")
-    return found

@@ -150,7 +150,7 @@ def _without_list(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_list(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    if body["type"] == "message" and isinstance(body["content"], str):
+    if body.get("type") == "message" and isinstance(body.get("content"), str):
         return {**body, "content": message(body["role"], body["content"])["content"]}
     return body
 

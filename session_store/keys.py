@@ -17,6 +17,8 @@ the session by each script that touches it; a session nobody uses is gone after 
 | co:{t/s}:incomplete  | list   | sliding   | JSON of the last 32 attempts that were not committed; never prompted
 | co:{t/s}:index       | hash   | sliding   | item id → its index; without those deleted
 | co:{t/s}:old         | list   | sliding   | the last 32 items that were superseded or deleted, as they were
+| co:{t/s}:load-<id>-… | as the | sliding   | items, heads and index of a fork or an import, until all of it is there
+|                      | others |           |
 | co:{t/s}:confirm     | string | 1 second  | written to hear whether replicas have all that was written before
 
 One tenant, slot ``{<tenant>}``. Session and tenant keys lie in two slots of a cluster, so no script touches
@@ -122,6 +124,12 @@ def encode_tenant(tenant: str) -> str:
 def session_keys(tenant: str, session_id: str) -> SessionKeys:
     tag = f"{PREFIX}{{{encode_tenant(tenant)}/{check_session_id(session_id)}}}:"
     return SessionKeys(*(tag + name for name in SessionKeys.__slots__))
+
+
+def load_keys(tenant: str, session_id: str, load_id: str) -> tuple[str, str, str]:
+    """Where items, heads and index of a load lie until it is whole."""
+    tag = f"{PREFIX}{{{encode_tenant(tenant)}/{check_session_id(session_id)}}}:load-{load_id}-"
+    return f"{tag}items", f"{tag}heads", f"{tag}index"
 
 
 def confirm_key(tenant: str, session_id: str) -> str:

@@ -20,6 +20,7 @@ from session_store.keys import session_keys, tenant_keys, turn_key
 from session_store.records import ItemPage, SessionInfo, SessionPage, StoredTurn, TenantUsage
 
 _META = ("version", "created_ms", "updated_ms", "kind", "metadata")
+READ_AT_ONCE = 64  # items
 _META_ANSWERS = 5  # commands that _ask_info sends
 
 
@@ -113,6 +114,38 @@ class SessionReader:
 
         return tuple(parse_live(await self._client.read(read))) if found else ()
 
+    async def read_window(
+        self, tenant: str, session_id: str, end: int, window_items: int, window_bytes: int
+    ) -> tuple[tuple[Item, ...], int]:
+        """(items, how many older ones stayed unread): what a turn would read of the items before index ``end``."""
+        keys = session_keys(tenant, session_id)
+        start, size, newest = end, 0, list[bytes]()
+        while start > 0 and len(newest) <= window_items and size <= window_bytes:
+            first = max(0, start - READ_AT_ONCE)
+            for data in reversed(await self._slice(keys.items, first, start - 1)):
+                if len(newest) > window_items or (size > window_bytes and len(newest) > 1):
+                    break
+                newest.append(data)
+                size += len(data)
+                start -= 1
+        (places,) = await self._client.read(lambda pipe: pipe.lrange(keys.heads, 0, -1))
+        older = [int(place) for place in places if int(place) < start]
+
+        def read(pipe: Pipeline) -> None:
+            for place in older:
+                pipe.lindex(keys.items, place)
+
+        heads = await self._client.read(read) if older else []
+        return answers.cut_window(start, heads, newest[::-1], window_items, window_bytes)
+
+    async def known_items(self, tenant: str, session_id: str, item_ids: Sequence[str]) -> frozenset[str]:
+        """Those of the ids whose items are stored."""
+        if not item_ids:
+            return frozenset()
+        key = session_keys(tenant, session_id).index
+        (places,) = await self._client.read(lambda pipe: pipe.hmget(key, list(item_ids)))
+        return frozenset(one for one, place in zip(item_ids, places, strict=True) if place is not None)
+
     async def read_turn(self, tenant: str, session_id: str, turn_id: str) -> StoredTurn | None:
         """What became of a turn; None if nothing is known of it."""
         keys = session_keys(tenant, session_id)
@@ -133,12 +166,12 @@ class SessionReader:
         return StoredTurn(turn_id, attempts[0]["reason"]) if attempts else None  # the first says why
 
     async def end_of_turn(self, tenant: str, session_id: str, turn_id: str) -> int:
-        """The index behind a turn's last item. SessionNotFound if there is no such turn."""
+        """The index behind the last item of a stored response's turn. SessionNotFound if there is none."""
         key = session_keys(tenant, session_id).turns
         (record,) = await self._client.read(lambda pipe: pipe.hget(key, turn_id))
-        if record is None:
+        first, count, stored = answers.turn_record(record) if record is not None else (0, 0, {})
+        if "response" not in stored.get("reply", {}):
             raise not_found(session_id)
-        first, count, _ = answers.turn_record(record)
         return first + count
 
     async def _slice(self, key: str, first: int, last: int) -> list[bytes]:
@@ -268,6 +301,6 @@ def item_not_found(session_id: str, item_id: str) -> ItemNotFound:
 
 
 def _check_cursor(cursor: str) -> int:
-    if not (cursor.isascii() and cursor.isdigit()):
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 20):
         raise BadRequest("cursor must be one that an earlier page returned", param="cursor")
     return int(cursor)

@@ -74,7 +74,7 @@ class SessionStore(SessionChanger):
         session_ttl_seconds: float = 7 * 24 * 3600,
         tenant_ttl_seconds: Mapping[str, float] | None = None,
         lease_ttl_seconds: float = 15.0,
-        window_items: int = 512,
+        window_items: int = 4096,
         command_timeout_seconds: float = 5.0,
         replicas: int = 0,
         observe: Callable[[float], None] = lambda seconds: None,

@@ -92,7 +92,7 @@ def tenant_param(config: Config, name: str | None) -> str:
 def count_param(text: str | None, *, default: int, most: int) -> int:
     if text is None:
         return default
-    if not text.isdecimal() or not 1 <= int(text) <= most:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10) or not 1 <= int(text) <= most:
         raise BadRequest(f"limit must be 1 to {most}, not {text!r}", param="limit")
     return int(text)
 

@@ -12,7 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.api.intake import parse_object, read_body, validate
-from orchestrator.api.items import read_items, shown, shown_list
+from orchestrator.api.items import read_item, read_items, shown, shown_list
 from orchestrator.config import Config
 from orchestrator.messages import to_items
 from policies.errors import BadRequest, SessionBusy
@@ -114,10 +114,10 @@ class ConversationsRoute:
         """PUT: the item supersedes the one of this id, in its place."""
         said = parse_object(await read_body(request, int(self._config.http.max_body)))
         before = await self._store.read_item(tenant, check_name(name), item_id)
-        (new, *_), _ = read_items([{**said, "id": item_id}], "items", int(self._config.sessions.max_item))
-        item = Item(item_id, before.turn_id, before.created, new.body, pinned=before.pinned)
-        if item.type != before.type or item.role != before.role:
-            raise BadRequest(f"{item_id} is a {before.role} {before.type} and stays one", param="type")
+        new = read_item({**said, "id": item_id}, int(self._config.sessions.max_item))
+        item = Item(item_id, before.turn_id, before.created, new.body, before.model, pinned=before.pinned)
+        if (item.type, item.role, item.call_id) != (before.type, before.role, before.call_id):
+            raise BadRequest(f"{item_id} is a {before.role} {before.type} and stays one, of its call", param="type")
         await self._when_free(lambda: self._store.replace_item(tenant, name, item))
         return shown(item)
 
@@ -154,8 +154,9 @@ _Body = TypeVar("_Body", bound=Body)
 def page_of(request: Request) -> Page:
     """The query of a list; BadRequest."""
     asked: dict[str, Any] = dict(request.query_params)
-    if "limit" in asked:
-        asked["limit"] = int(asked["limit"]) if asked["limit"].isdigit() else asked["limit"]
+    limit = asked.get("limit", "")
+    if limit.isascii() and limit.isdecimal() and len(limit) < 10:
+        asked["limit"] = int(limit)
     include = request.query_params.getlist("include") + request.query_params.getlist("include[]")
     asked = {name: value for name, value in asked.items() if name not in ("include", "include[]")}
     return validate(Page, asked | ({"include": include} if include else {}), {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
@@ -146,6 +147,9 @@ class Delivery(ABC):
                 pending = asyncio.ensure_future(anext(events, _END))
         except OrchestratorError as error:
             yield self.failure(error)
+        except Exception as error:  # noqa: BLE001 — boundary: a bug must not look like the end of an answer
+            traceback.print_exception(error)
+            yield self.failure(OrchestratorError(f"internal error in {self.ask.turn_id}: {type(error).__name__}"))
         finally:
             await _abandon(pending, events)
 

@@ -18,6 +18,7 @@ from policies.errors import BadRequest, BodyTooLarge, ModelNotFound, Unsupported
 
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 PIN_SECONDS = 86_400.0  # of prompt_cache_retention "24h"
+MOST_LEVELS = 64
 MOST_CALLS = 128  # of one answer
 NOT_ASKED = ("stream", "stream_options")  # fields that say how to deliver, not what is asked
 
@@ -62,7 +63,19 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
+    _check_depth(body)
     return body
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    """BadRequest for what could be read and not be written again inside something else."""
+    level: list[Any] = [body]
+    for _ in range(MOST_LEVELS):
+        inside = [value for one in level for value in (one.values() if isinstance(one, dict) else one)]
+        level = [value for value in inside if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise BadRequest(f"the body is nested deeper than {MOST_LEVELS} levels")
 
 
 def validate(kind: type[Body], body: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> Body:

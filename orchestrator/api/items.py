@@ -15,7 +15,9 @@ from policies.errors import BadRequest, UnsupportedField
 from session_store.items import Item, message
 
 ID = r"^[A-Za-z0-9._:-]{1,128}$"
+MOST_ITEMS = 10_000
 NO_TEXT = frozenset({"input_image", "input_file", "input_audio", "computer_screenshot", "image_url"})
+MOST_CHARACTERS = 1024  # of a function's name and of a call's id
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -48,19 +50,21 @@ class MessageItem(_Common):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
     phase: str | None = None
+    name: str | None = None  # of the speaker, as chat completions have it
 
 
 class FunctionCall(_Common):
     type: Literal["function_call"]
-    call_id: str = Field(min_length=1, max_length=128)
-    name: str = Field(min_length=1, max_length=128)
+    call_id: str = Field(min_length=1, max_length=MOST_CHARACTERS)
+    name: str = Field(min_length=1, max_length=MOST_CHARACTERS)
     arguments: str
 
 
 class FunctionCallOutput(_Common):
     type: Literal["function_call_output"]
-    call_id: str = Field(min_length=1, max_length=128)
+    call_id: str = Field(min_length=1, max_length=MOST_CHARACTERS)
     output: str | list[Part]
+    name: str | None = None
 
 
 class SummaryPart(BaseModel):
@@ -97,12 +101,21 @@ def read_items(said: Any, param: str, most_bytes: int) -> tuple[tuple[NewItem, .
         said = [{"role": "user", "content": said}]
     if not isinstance(said, list):
         raise BadRequest(f"{param}: must be a text or a list of items", param=param)
+    if len(said) > MOST_ITEMS:
+        raise BadRequest(f"{param}: has {len(said)} items, the limit of one request is {MOST_ITEMS}", param=param)
     found = [_read_item(one, f"{param}.{index}", most_bytes) for index, one in enumerate(said)]
     new = tuple(one for one in found if isinstance(one, NewItem))
     ids = Counter(one.item_id for one in new if one.item_id is not None)
     if ids and ids.most_common(1)[0][1] > 1:
         raise BadRequest(f"{param}: the id {ids.most_common(1)[0][0]} is there twice", param=param)
     return new, tuple(one for one in found if isinstance(one, str))
+
+
+def check_stored(item: Item, most_bytes: int) -> None:
+    """BadRequest for an item from elsewhere that these APIs would not have taken."""
+    read_items([{**item.body, "id": item.item_id}], "items", most_bytes)
+    if item.type == "message" and isinstance(item.body["content"], str):
+        raise BadRequest("items.0.content: must be a list of parts", param="items.0.content")
 
 
 def shown(item: Item) -> dict[str, Any]:
@@ -127,13 +140,22 @@ def shown_list(items: Sequence[Item], *, more: bool) -> dict[str, Any]:
     }
 
 
+def read_item(said: Mapping[str, Any], most_bytes: int) -> NewItem:
+    """One item that is the whole body. BadRequest naming the field at fault."""
+    new = _read_item(dict(said), "", most_bytes)
+    if isinstance(new, str):
+        raise BadRequest("an item_reference cannot be stored", param="type")
+    return new
+
+
 def _read_item(said: Any, param: str, most_bytes: int) -> NewItem | str:
     if not isinstance(said, dict):
         raise BadRequest(f"{param}: must be an object", param=param)
     name = said.get("type", "message")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise UnsupportedField(f"{param}.type: {name!r} is none of {', '.join(KINDS)}", param=f"{param}.type")
+        where = f"{param}.type" if param else "type"
+        raise UnsupportedField(f"{where}: {name!r} is none of {', '.join(KINDS)}", param=where)
     _refuse_pictures(said, param)
     try:
         item = kind.model_validate({key: value for key, value in said.items() if value is not None})
@@ -156,7 +178,7 @@ def _refuse_pictures(said: Mapping[str, Any], param: str) -> None:
         parts = said.get(field)
         for index, part in enumerate(parts if isinstance(parts, list) else ()):
             if isinstance(part, dict) and part.get("type") in NO_TEXT:
-                where = f"{param}.{field}.{index}.type"
+                where = ".".join([*([param] if param else []), field, str(index), "type"])
                 raise UnsupportedField(f"{where}: {part['type']} is not supported: these models read text", param=where)
 
 

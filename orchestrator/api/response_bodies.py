@@ -33,7 +33,9 @@ class ResponseDelivery(Delivery):
     def body(self, done: Done) -> dict[str, Any]:
         if self.started is not None and self.started.replay is not None:
             turn_id, items, reply = self.started.replay
-            return stored_response(str(self.started.session_id), StoredTurn(turn_id, "completed", items, reply))
+            stored = stored_response(str(self.started.session_id), StoredTurn(turn_id, "completed", items, reply))
+            talk = {"id": self._body.conversation_id} if self._body.conversation_id else None
+            return stored | {"store": self._body.store, "conversation": talk}
         return self._response(done)
 
     def chunks(self, event: Event) -> list[bytes]:

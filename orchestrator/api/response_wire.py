@@ -73,10 +73,10 @@ class ResponseRequest(KeepAlive):
     tools: list[FunctionTool] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
     metadata: dict[str, str] = Field(default_factory=dict)
-    user: str | None = None
+    user: str | None = Field(None, max_length=512)
     prompt_cache_retention: Literal["in_memory", "24h"] = "in_memory"
 
     @model_validator(mode="after")

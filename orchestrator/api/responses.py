@@ -6,9 +6,10 @@ Whoever goes on from another turn than the last one gets a fork of it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +22,12 @@ from orchestrator.api.intake import Models, fingerprint, most_calls, parse_objec
 from orchestrator.api.items import read_items, shown_list
 from orchestrator.api.response_bodies import NOT_KEPT, ResponseDelivery, head, not_found, split_id, stored_response
 from orchestrator.api.response_wire import READING_UNSUPPORTED, UNSUPPORTED, Reading, ResponseRequest
-from orchestrator.asks import Ask, Place
+from orchestrator.asks import Ask, History, Place
 from orchestrator.config import Config, TenantConfig
 from orchestrator.metrics import GatewayMetrics
 from orchestrator.progress import Progress
-from orchestrator.turn import TurnRunner
-from policies.errors import BadRequest, SessionNotFound
+from orchestrator.turn import TurnRunner, window_bytes
+from policies.errors import BadRequest, SessionBusy, SessionNotFound
 from session_store.records import StoredTurn
 from session_store.store import SessionStore
 
@@ -46,7 +47,7 @@ class ResponsesRoute:
         said = parse_object(await read_body(request, int(self._config.http.max_body)))
         body = validate(ResponseRequest, said, UNSUPPORTED)
         ask = self._ask(body, said, request.headers.get("idempotency-key"), tenant)
-        try:
+        with _in_its_words(body):
             if body.previous_response_id is not None and not body.store:
                 ask = await self._without_trace(ask)
             progress = Progress(arrival=ask.arrival)
@@ -55,18 +56,15 @@ class ResponsesRoute:
             if body.stream:
                 return await call.stream(events, self._config.http.stream_hold_seconds)
             return await call.whole(events)
-        except SessionNotFound as error:
-            if body.previous_response_id is None:
-                raise
-            raise not_found(body.previous_response_id, "previous_response_id") from error
 
     async def input_tokens(self, request: Request, tenant: TenantConfig) -> dict[str, Any]:
         """How many tokens the prompt of such a request would have."""
         said = parse_object(await read_body(request, int(self._config.http.max_body)))
         body = validate(ResponseRequest, said, UNSUPPORTED)
         ask = self._ask(body, said, None, tenant)
-        ask = await self._without_trace(ask)
-        return {"object": "response.input_tokens", "input_tokens": await self._runner.count(ask)}
+        with _in_its_words(body):
+            ask = await self._without_trace(ask)
+            return {"object": "response.input_tokens", "input_tokens": await self._runner.count(ask)}
 
     async def read(self, request: Request, tenant: str, response_id: str) -> dict[str, Any]:
         """What has been said; of one that runs or came to no end, how it is."""
@@ -97,6 +95,8 @@ class ResponsesRoute:
     async def delete(self, tenant: str, response_id: str) -> dict[str, Any]:
         """It cannot be read or gone on from any more. What it added to a conversation stays there."""
         session_id, turn = await self._turn(tenant, response_id)
+        if turn.status == "running":
+            raise SessionBusy(f"{response_id} runs: cancel it, or wait for its end", retry_after_seconds=1.0)
         if turn.status == "completed":
             await self._store.delete_turn(tenant, session_id, turn.turn_id)
         return {"id": response_id, "object": "response", "deleted": True}
@@ -165,16 +165,19 @@ class ResponsesRoute:
         end = (await self._store.session_info(tenant, place.session_id)).items
         if place.after is not None:
             end = await self._store.end_of_turn(tenant, place.session_id, place.after)
-        start = max(0, end - self._config.sessions.window_items)
-        history = await self._store.read_items(tenant, place.session_id, start, max(1, end - start))
-        return replace(ask, place=None, history=history)
+        items, unread = await self._store.read_window(
+            tenant, place.session_id, end, self._config.sessions.window_items, window_bytes(ask.model.max_model_len)
+        )
+        named = [*ask.references, *(item.item_id for item in ask.items if item.item_id is not None)]
+        known = await self._store.known_items(tenant, place.session_id, named)
+        return replace(ask, place=None, history=History(items, unread, known))
 
 
 def _place(body: ResponseRequest, turn_id: str, key: str | None) -> Place | None:
     """Where the response has its history; a retry under an idempotency key has to look in the same place."""
     if body.conversation_id is not None:
         return Place(check_name(body.conversation_id), must_exist=True)
-    named = turn_id if key is None else hashlib.sha256(key.encode()).hexdigest()[:32]
+    named = turn_id if key is None else hashlib.sha256(f"{key}\n{body.previous_response_id}".encode()).hexdigest()[:32]
     if body.previous_response_id is not None:
         session_id, turn = split_id(body.previous_response_id, "previous_response_id")
         return Place(session_id, must_exist=True, after=turn, fork_id=named)
@@ -183,3 +186,18 @@ def _place(body: ResponseRequest, turn_id: str, key: str | None) -> Place | None
     if key is not None:
         raise BadRequest("Idempotency-Key with store: false: there is nothing to repeat it from", param="store")
     return None
+
+
+@contextlib.contextmanager
+def _in_its_words(body: ResponseRequest) -> Iterator[None]:
+    """What is wrong with a turn, as this API calls it."""
+    try:
+        yield
+    except SessionNotFound as error:
+        if body.previous_response_id is not None:
+            raise not_found(body.previous_response_id, "previous_response_id") from error
+        error.param = "conversation"
+        raise
+    except BadRequest as error:
+        error.param = "input" if error.param == "messages" else error.param
+        raise

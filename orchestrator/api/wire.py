@@ -46,13 +46,13 @@ class TextPart(BaseModel):
 
 class CalledFunction(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=1024)
     arguments: str
 
 
 class ToolCall(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    id: str = Field(min_length=1)
+    id: str = Field(min_length=1, max_length=1024)
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -63,7 +63,7 @@ class Message(BaseModel):
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: str | None = Field(None, min_length=1, max_length=1024)
     refusal: None = None
 
     @model_validator(mode="after")
@@ -148,13 +148,13 @@ class ChatRequest(KeepAlive):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     n: int = Field(1, ge=1, le=8)
-    user: str | None = None  # carried by clients for their own records
+    user: str | None = Field(None, max_length=512)  # carried by clients for their own records
     metadata: dict[str, str] | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
-    prompt_cache_key: str | None = None  # hints and marks for OpenAI: KV is found by what prompts say, per tenant
-    safety_identifier: str | None = None
+    prompt_cache_key: str | None = Field(None, max_length=512)  # a hint for OpenAI: KV is found by what prompts say
+    safety_identifier: str | None = Field(None, max_length=512)
     session_id: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] = "in_memory"
 

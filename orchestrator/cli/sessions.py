@@ -60,7 +60,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """A session's newest items."""
-    body = admin("GET", f"/admin/sessions/{tenant}/{session_id}?limit={limit}", url, key)
+    body = admin("GET", f"/admin/sessions/{tenant}/{_quoted(session_id)}?limit={limit}", url, key)
     if as_json:
         out.print_json(data=body)
         return
@@ -74,7 +74,7 @@ def show(
 @sessions.command("export", epilog="Example: orchestrator sessions export acme tour > tour.jsonl")
 def export(tenant: TenantArgument, session_id: str, url: UrlOption = None, key: KeyOption = None) -> None:
     """Write a session to standard output: JSON lines, the session first, then its items."""
-    typer.echo(admin_text("GET", f"/admin/sessions/{tenant}/{session_id}/export", url, key), nl=False)
+    typer.echo(admin_text("GET", f"/admin/sessions/{tenant}/{_quoted(session_id)}/export", url, key), nl=False)
 
 
 @sessions.command("import", epilog="Example: orchestrator sessions import acme tour.jsonl")
@@ -95,8 +95,12 @@ def import_(
 @sessions.command("rm", epilog="Example: orchestrator sessions rm acme tour")
 def rm(tenant: TenantArgument, session_id: str, url: UrlOption = None, key: KeyOption = None) -> None:
     """Delete a session; a turn that runs on it fails."""
-    admin("DELETE", f"/admin/sessions/{tenant}/{session_id}", url, key)
+    admin("DELETE", f"/admin/sessions/{tenant}/{_quoted(session_id)}", url, key)
     out.print(f"deleted {tenant}/{session_id}")
+
+
+def _quoted(session_id: str) -> str:
+    return quote(session_id, safe="")
 
 
 def _line(item: dict[str, Any]) -> str:

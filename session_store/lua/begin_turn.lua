@@ -44,7 +44,8 @@ local held = redis.call('HMGET', lease, 'turn', 'idem', 'fp')
 local busy = held[1] and held[1] ~= turn
 if ARGV[11] ~= '' then
   local record = redis.call('HGET', turns, ARGV[11])
-  if not record then return {'missing'} end
+  -- a chat's turn, or one that was not to be stored as a response, cannot be gone on from
+  if not record or not string.find(record, '"reply":{"response":', 1, true) then return {'missing'} end
   local first, count = string.match(record, '^%d+ %d+ (%d+) (%d+)\n')
   local retry = busy and idem_key ~= '' and held[2] == idem_key -- waits for its first attempt
   -- Who has been sent away under this key is sent away again: what it does there must not be done here too.

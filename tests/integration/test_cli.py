@@ -126,6 +126,31 @@ def test_an_exported_session_is_made_again(fake_service: RunningService, tmp_pat
     file.write_text(exported.splitlines()[0] + "\nbroken\n")
     assert "line 2" in orchestrator(fake_service, "sessions", "import", "acme", str(file), "--name", "x", code=1)
     assert "there is no session" in orchestrator(fake_service, "sessions", "export", "acme", "nowhere", code=1)
+    for body in (
+        {"type": "message", "role": "user", "content": 5},
+        {"type": "message", "role": "user", "content": [{"text": "x"}]},
+        {"type": "function_call", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c"},
+    ):  # what no API would take would break every later turn
+        line = json.dumps({"v": 2, "id": "a", "at": 1.0, "item": body})
+        file.write_text(exported.splitlines()[0] + f"\n{line}\n")
+        assert "line 2" in orchestrator(fake_service, "sessions", "import", "acme", str(file), "--name", "x", code=1)
+
+
+def test_a_sessions_name_is_not_cut_at_a_question_mark(fake_service: RunningService) -> None:
+    orchestrator(fake_service, "chat", "quick", "--session", "keep-me", typed="hello\n")
+    orchestrator(fake_service, "sessions", "rm", "acme", "keep-me?oops", code=1)
+    assert "user: hello" in orchestrator(fake_service, "sessions", "show", "acme", "keep-me")
+
+
+def test_what_was_refused_is_in_the_log_without_what_was_said(fake_service: RunningService) -> None:
+    body = {"model": "quick", "messages": [{"role": "robot", "content": "my secret"}]}
+    headers = {"Authorization": "Bearer sk-demo-acme", "X-Request-ID": "look-for-me"}
+    httpx.post(f"{fake_service.url}/v1/chat/completions", json=body, headers=headers, timeout=30)
+    lines = (fake_service.state_dir / "orchestrator.log").read_text().splitlines()
+    (noted,) = [json.loads(line) for line in lines if "look-for-me" in line]
+    assert (noted["event"], noted["status"], noted["cause"]) == ("request_failed", 400, "messages.0.role")
+    assert not any("my secret" in line for line in lines)
 
 
 def test_a_chat_with_an_unknown_model_says_so(fake_service: RunningService) -> None:

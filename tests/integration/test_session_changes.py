@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 
 import orjson
@@ -21,6 +22,8 @@ from tests.conftest_redis import LIMITS, begin, contents, raw, redis_server, sai
 __all__ = ["raw", "redis_server", "store"]  # fixtures
 
 T, S = "acme", "talk"
+HEAD = b'{"export":1,"session_id":"x","kind":"session","metadata":{},"created":1.0}'
+GOOD = b'{"v":2,"id":"a","at":1.0,"item":{"type":"message","role":"user","content":"q"}}'
 BREAKS = {
     "test_a_change_sent_again": ("session_store/lua/append_items.lua", "if record then return", "if false then return"),
     "test_a_session_that_a_turn_runs_on": (
@@ -31,12 +34,19 @@ BREAKS = {
     "test_deleted_items_are_in": ("session_store/items.py", "if not data.endswith(b'\"gone\":true}')", ""),
     "test_a_window_is_read": ("session_store/lua/begin_turn.lua", "and bytes <= window_bytes do", "do"),
     "test_a_fork_of_a_long": ("session_store/changing.py", "            at += len(chunk)\n", "            at += 0\n"),
-    "test_what_a_load_that_died": ("session_store/lua/load_items.lua", "if offset == 0 then", "if false then"),
-    "test_an_import_that_fails": (
+    "test_a_load_that_fails": (
         "session_store/changing.py",
-        'raise BadRequest(f"line {number}: no item: {error!r}", param="file") from error',
-        "pass",
+        "lambda pipe: pipe.delete(*loading)",
+        "lambda pipe: pipe.ping()",
     ),
+    "test_what_is_being_loaded": ("session_store/keys.py", ":load-{load_id}-", ":"),
+    "test_a_session_that_is_deleted": ("session_store/changing.py", "if len(data) <= last - start:", "if False:"),
+    "test_what_a_turn_would_read": (
+        "session_store/reading.py",
+        "heads = await self._client.read(read) if older else []",
+        "heads = []",
+    ),
+    "test_an_import_that_fails": ("session_store/changing.py", "parse_line(number, line, FileItem)", "pass"),
     "test_a_tenants_own": ("session_store/changing.py", "self.of_tenant.get(tenant, self.seconds)", "self.seconds"),
     "test_a_chain_goes_on": ("session_store/lua/begin_turn.lua", "or about[3] ~= ARGV[11]", ""),
     "test_a_retry_of_what": ("session_store/lua/begin_turn.lua", "or sent_away then", "then"),
@@ -212,10 +222,22 @@ async def test_an_export_makes_the_same_session_again(store: SessionStore) -> No
     ("lines", "said"),
     [
         ([], "line 1"),
-        ([b"[]"], "line 1: not a JSON object"),
-        ([b'{"export":2}'], "line 1: no export"),
-        ([b'{"export":1,"session_id":"x","kind":"session","metadata":{},"created":1.0}', b'{"v":2}'], "line 2"),
-        ([b'{"export":1,"session_id":"x","kind":"session","metadata":{},"created":1.0}', b"no"], "line 2"),
+        ([b"[]"], "line 1"),
+        ([b'{"export":2}'], "line 1: export"),
+        ([b'{"export":1}'], "line 1: session_id"),
+        ([b'{"export":1,"session_id":"x","kind":"weird"}'], "line 1: kind"),
+        ([b'{"export":1,"session_id":"x","metadata":{"a":5}}'], "line 1: metadata"),
+        ([b'{"export":1,"session_id":"x","created":1e25}'], "line 1: created"),
+        ([HEAD, b"no"], "line 2: not JSON"),
+        ([HEAD, b'{"v":2}'], "line 2: id"),
+        ([HEAD, b'{"v":1,"id":"a","at":1.0,"item":{}}'], "line 2: v"),
+        ([HEAD, b'{"v":2,"id":"a b","at":1.0,"item":{}}'], "line 2: id"),
+        ([HEAD, b'{"v":2,"id":"a","at":"x","item":{}}'], "line 2: at"),
+        ([HEAD, b'{"v":2,"id":"a","turn":[1],"at":1.0,"item":{}}'], "line 2: turn"),
+        ([HEAD, b'{"v":2,"id":"a","at":1.0,"item":{"type":"picture"}}'], "line 2: item a: type"),
+        ([HEAD, b'{"v":2,"id":"a","at":1.0,"item":{"type":"message","role":"robot"}}'], "line 2: item a: role"),
+        ([HEAD, b'{"v":2,"id":"a","at":1.0,"gone":true,"item":{}}'], "line 2: gone"),
+        ([HEAD, GOOD, GOOD], "id a is there twice"),
     ],
 )
 async def test_an_import_that_fails_leaves_nothing_to_see(store: SessionStore, lines: list[bytes], said: str) -> None:
@@ -226,15 +248,62 @@ async def test_an_import_that_fails_leaves_nothing_to_see(store: SessionStore, l
     assert (await store.list_sessions(T)).sessions == ()
 
 
-async def test_what_a_load_that_died_left_is_not_in_the_next_one(store: SessionStore, raw: redis.Redis) -> None:
-    head = b'{"export":1,"session_id":"x","kind":"session","metadata":{},"created":1.0}'
-    many = [item.to_json() for item in chat(*map(str, range(CHUNK_ITEMS)))]
+async def test_a_load_that_fails_is_in_no_session_of_that_name(store: SessionStore, raw: redis.Redis) -> None:
+    many = [item.to_json() for item in chat(*map(str, range(CHUNK_ITEMS + 1)))]
     with pytest.raises(BadRequest):  # after the first chunk
-        await store.import_session(T, [head, *many, b"broken"])
-    assert raw.llen(session_keys(T, "x").items) == CHUNK_ITEMS
-    assert raw.pttl(session_keys(T, "x").items) > 0
-    await store.import_session(T, [head, many[0]])
-    assert await items_of(store, "x") == ["0"]
+        await store.import_session(T, [HEAD, *many, b"broken"])
+    assert raw.keys("co:{acme/x}:*") == []
+    assert (await begin(store, T, "x", "t1")).items == ()
+
+
+async def test_what_is_being_loaded_is_in_no_turn_and_two_loads_do_not_mix(
+    store: SessionStore, raw: redis.Redis
+) -> None:
+    def slowly(mark: str, before: int) -> Iterator[bytes]:
+        yield HEAD
+        for n, item in enumerate(chat(*(f"{mark}{n}" for n in range(2 * CHUNK_ITEMS)))):
+            if n == before:
+                seen.append(set(raw.keys("co:{acme/x}:*")))
+            yield item.to_json()
+
+    seen: list[set[bytes]] = []
+    ended = await asyncio.gather(
+        *(store.import_session(T, slowly(mark, CHUNK_ITEMS + 1)) for mark in "ab"), return_exceptions=True
+    )
+    assert seen and not any(session_keys(T, "x").items.encode() in keys for keys in seen)
+    assert sorted(map(str, ended)) == sorted(["x", "there is a session x already"])
+    texts = await items_of(store, "x")
+    assert len(texts) == 2 * CHUNK_ITEMS and len({text[0] for text in texts}) == 1
+    assert {key.decode().rpartition(":")[2] for key in raw.keys("co:{acme/x}:*")} == {"meta", "items", "index"}
+    begun = await begin(store, T, "y", "t1")
+    assert begun.items == ()
+    with pytest.raises(SessionExists):
+        await store.import_session(T, slowly("c", 0), "y")
+    await store.commit_turn(begun, said("t1", ("user", "q")), {}, {}, 1)
+    assert await items_of(store, "y") == ["q"]
+
+
+async def test_a_session_that_is_deleted_while_it_is_copied_is_not_copied_in_part(store: SessionStore) -> None:
+    await store.create_session(T, S, chat(*map(str, range(3 * CHUNK_ITEMS))))
+    lines = store.export_session(T, S)
+    for _ in range(CHUNK_ITEMS):
+        await anext(lines)
+    await store.delete_session(T, S)
+    with pytest.raises(SessionNotFound):
+        async for _ in lines:
+            pass
+
+
+async def test_what_a_turn_would_read_is_read_without_one(store: SessionStore) -> None:
+    head = Item("head", "c", 0.0, message("system", "rules"))
+    await store.create_session(T, S, [head, *chat(*(f"{n}" + "x" * 200 for n in range(50)))])
+    for size in (1_000, 5_000, 100_000):
+        begun = await begin(store, T, S, f"t{size}", wish=Wish(window_bytes=size))
+        items, unread = await store.read_window(T, S, 51, 4096, size)
+        assert (items, unread) == (begun.items, begun.truncated_store) and items[0].item_id == "head"
+        await store.abort_turn(begun, "test")
+    assert [item.item_id for item in (await store.read_window(T, S, 2, 4096, 100_000))[0]] == ["head", "i0"]
+    assert await store.known_items(T, S, ["i3", "nowhere", "head"]) == {"i3", "head"}
 
 
 # -- chains, cancelling, lifetimes -----------------------------------------------------------------
@@ -257,6 +326,10 @@ async def test_a_chain_goes_on_from_its_last_turn_and_forks_from_others(store: S
     assert (await store.tenant_usage(T)).running == 0, "what was refused gave its place back"
     await take_turn(store, T, "plain", "t1")
     assert isinstance(await store.begin_turn(T, "plain", "t2", **LIMITS, wish=Wish(after="t1")), Moved)  # type: ignore[arg-type]
+    chat = await begin(store, T, "plain", "t3")
+    await store.commit_turn(chat, said("t3", ("user", "q")), {}, {"finish_reason": "stop"}, 1)
+    with pytest.raises(SessionNotFound):  # not one that was stored to be gone on from
+        await begin(store, T, "plain", "t4", wish=Wish(after="t3"))
 
 
 async def test_a_retry_of_what_was_sent_to_a_fork_is_sent_there_again(store: SessionStore) -> None:

@@ -461,6 +461,9 @@ def test_S35_another_tenants_response_and_conversation_do_not_exist(
 
 
 MESSAGE: dict[str, Any] = {"role": "user", "content": "x"}
+DEEP: dict[str, Any] = {}
+for _ in range(200):
+    DEEP = {"a": DEEP}
 
 
 @pytest.mark.parametrize(
@@ -476,7 +479,10 @@ MESSAGE: dict[str, Any] = {"role": "user", "content": "x"}
         ({"input": [MESSAGE | {"id": "has a space"}]}, 400, "input.0.id"),
         ({"input": [MESSAGE | {"id": "a"}, MESSAGE | {"id": "a"}]}, 400, "input"),
         ({"input": [MESSAGE | {"colour": "red"}]}, 400, "input.0.colour"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, 400, "messages"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, 400, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}], "store": False}, 400, "input"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": DEEP}]}, 400, None),
+        ({"input": [MESSAGE] * 10_001}, 400, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, 400, "input.0.call_id"),
         ({"input": [{"type": "item_reference", "id": "msg_x"}]}, 404, "input"),
         ({"input": []}, 400, "input"),
@@ -485,7 +491,7 @@ MESSAGE: dict[str, Any] = {"role": "user", "content": "x"}
         ({"previous_response_id": "nonsense"}, 404, "previous_response_id"),
         ({"previous_response_id": "resp_" + "0" * 32}, 404, "previous_response_id"),
         ({"previous_response_id": "resp_" + "0" * 32, "store": False}, 404, "previous_response_id"),
-        ({"conversation": "conv_nowhere"}, 404, "session_id"),
+        ({"conversation": "conv_nowhere"}, 404, "conversation"),
         ({"conversation": "not an id"}, 400, "conversation"),
         ({"conversation": {"name": "x"}}, 400, "conversation.name"),
         ({"model": "nope"}, 404, "model"),
@@ -505,6 +511,83 @@ def test_bad_items_and_fields_are_named(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param), error
     assert error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_what_is_sent_back_is_not_sent_on_whole(fake_service: RunningService) -> None:
+    body = {"model": "m" * 1_000_000, "input": "x"}
+    response = httpx.post(f"{fake_service.url}/v1/responses", json=body, headers=ACME, timeout=30)
+    assert response.status_code == 404 and len(response.content) < 3_000
+
+
+def test_store_false_is_told_of_what_it_goes_on_from_like_a_stored_turn(client: openai.OpenAI) -> None:
+    """System messages, known ids, references and what is too long."""
+    first = client.responses.create(model="quick", input=[{"role": "system", "content": "rules"}, MESSAGE])  # type: ignore
+    (system, question) = reversed(client.responses.input_items.list(first.id).data)
+    again: Any = [{"type": "item_reference", "id": system.id}, question.to_dict(), {"role": "user", "content": "say b"}]
+    asked: dict[str, Any] = {"model": "quick", "previous_response_id": first.id, "input": again}
+    counted = client.responses.input_tokens.count(**asked).input_tokens
+    alone = client.responses.create(**asked, store=False)
+    stored = client.responses.create(**asked)
+    assert alone.usage is not None and stored.usage is not None
+    assert alone.usage.input_tokens == stored.usage.input_tokens == counted
+    asked["input"] = [{"type": "item_reference", "id": "msg_nowhere"}]
+    for attempt in (
+        lambda: client.responses.create(**asked, store=False),
+        lambda: client.responses.input_tokens.count(**asked),
+    ):
+        with pytest.raises(openai.NotFoundError, match="msg_nowhere"):
+            attempt()
+
+
+def test_only_stored_responses_are_gone_on_from(client: openai.OpenAI, fake_service: RunningService) -> None:
+    talk = client.conversations.create()
+    hidden = client.responses.create(model="quick", input="say a", conversation=talk.id, store=False)
+    chat = ask(fake_service, "quick", "say b", {"X-Session-ID": talk.id}).json()["id"].removeprefix("chatcmpl-")
+    for previous in (hidden.id, f"resp_{talk.id}_{chat}"):
+        for stored in (True, False):
+            with pytest.raises(openai.NotFoundError):
+                client.responses.create(model="quick", input="x", previous_response_id=previous, store=stored)
+
+
+def test_a_key_that_was_used_elsewhere_does_not_lead_there(client: openai.OpenAI) -> None:
+    key = {"Idempotency-Key": uuid.uuid4().hex}
+    tops = [client.responses.create(model="quick", input=f"say {text}") for text in ("secret", "open")]
+    for top in tops:
+        client.responses.create(model="quick", input="say on", previous_response_id=top.id)
+    orphan: Any = [{"type": "function_call_output", "call_id": "c", "output": "x"}]
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(model="quick", input=orphan, previous_response_id=tops[0].id, extra_headers=key)
+    made = client.responses.create(model="quick", input="say b", previous_response_id=tops[1].id, extra_headers=key)
+    assert made.usage is not None
+    assert made.usage.input_tokens == len("User: say open\nAssistant:open\nUser: say b\nAssistant:")
+
+
+def test_an_edited_answer_is_still_the_models(client: openai.OpenAI, fake_service: RunningService) -> None:
+    talk = client.conversations.create()
+    made = client.responses.create(model="quick", input="say a", conversation=talk.id)
+    answer = made.output[0]
+    url = f"{fake_service.url}/v1/conversations/{talk.id}/items/{answer.id}"
+    assert httpx.put(url, json={"role": "assistant", "content": "A"}, headers=ACME).status_code == 200
+    read = client.responses.retrieve(made.id)
+    assert read.output_text == "A" and len(client.responses.input_items.list(made.id).data) == 1
+    assert httpx.put(url, json={"type": "item_reference", "id": "x"}, headers=ACME).status_code == 400
+
+
+def test_a_running_response_is_not_deleted(client: openai.OpenAI, fake_service: RunningService) -> None:
+    stream = client.responses.create(model="slow", input="long", stream=True)
+    begun = next(iter(stream))
+    assert begun.type == "response.created"
+    with pytest.raises(openai.ConflictError, match="runs"):
+        client.responses.delete(begun.response.id)
+    stream.close()
+    wait_until(lambda: idle(fake_service, "slow"), 5, "generation aborted, blocks free")
+
+
+@pytest.mark.parametrize("limit", ["²", "9" * 5_000, "-1", "1.5", ""])
+def test_a_limit_that_is_none_is_a_400(fake_service: RunningService, limit: str) -> None:
+    name = httpx.post(f"{fake_service.url}/v1/conversations", json={}, headers=ACME).json()["id"]
+    url = f"{fake_service.url}/v1/conversations/{name}/items"
+    assert httpx.get(url, params={"limit": limit}, headers=ACME).status_code == 400
 
 
 def test_concurrent_branches_do_not_wait_for_each_other(client: openai.OpenAI) -> None:
