@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from starlette.exceptions import HTTPException
 
 from model_pool.host import NAMESPACE
+from orchestrator import logs
 from orchestrator.aggregator import exchange, push
 from orchestrator.api import admin
 from orchestrator.api.chat import ChatRoute
@@ -37,7 +38,7 @@ from orchestrator.detached import start_detached
 from orchestrator.forgetting import Forgetting
 from orchestrator.generation import Generator, Routes
 from orchestrator.links import Links, snapshot_of
-from orchestrator.logs import EventLogger, event_logger
+from orchestrator.logs import event_logger
 from orchestrator.metrics import GatewayMetrics, expose
 from orchestrator.pool_words import PoolPicture
 from orchestrator.tenants import Tenants
@@ -50,7 +51,6 @@ app = FastAPI(title="context-orchestrator", docs_url=None, redoc_url=None, opena
 PICTURE_SECONDS = 3.0
 FORGET_SECONDS = 10.0
 PUSH_SECONDS = 2.0
-_logs: list[EventLogger] = []  # this process's: the handlers of errors know no gateway
 
 
 def _json(body: Any) -> Response:
@@ -89,8 +89,8 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 def _note(request: Request, status: int, code: str, cause: str | None) -> None:
     """One line in the log; ``orchestrator.log`` is where an operator looks."""
-    if _logs:
-        write = _logs[0].error if status >= 500 and code == "internal_error" else _logs[0].info
+    for log in logs.of_process:
+        write = log.error if code == "internal_error" else log.info
         write("request_failed", request=request.state.request_id, method=request.method, path=request.url.path,
               status=status, code=code, cause=cause)  # fmt: skip
 
@@ -119,7 +119,7 @@ class Gateway:
         config = Config.model_validate_json(plan.config_json)
         self._config = config
         self._log = event_logger(plan.log_path)
-        _logs[:] = [self._log]
+        logs.of_process[:] = [self._log]
         self._name = f"gw-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._tenants = Tenants(config)
         self.metrics = GatewayMetrics()

@@ -35,5 +35,9 @@ class EventLogger:
             os.write(self._fd, line)
 
 
+# Of the gateway in this process. Here, and not beside it: Serve pickles the gateway's class by value, with its globals.
+of_process: list[EventLogger] = []
+
+
 def event_logger(path: str) -> EventLogger:
     return EventLogger(Path(path))
