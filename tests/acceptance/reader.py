@@ -31,8 +31,12 @@ class Reader:
 
     def items(self, tenant: str, session_id: str) -> list[dict[str, Any]]:
         """The session's messages, oldest first: item_id, turn_id, role, content, model."""
+        return [_message(record) for record in self.records(tenant, session_id)]
+
+    def records(self, tenant: str, session_id: str) -> list[dict[str, Any]]:
+        """All that lies in the session's list, as it is."""
         lines = self._lines("LRANGE", f"co:{{{tenant}/{session_id}}}:items", "0", "-1")
-        return [_message(json.loads(line)) for line in lines if line]
+        return [json.loads(line) for line in lines if line]
 
     def owner(self, tenant: str, session_id: str) -> str:
         """The gateway whose turn this session runs now; "" when none does."""

@@ -75,7 +75,7 @@ class Target:
 
     def stored(self, conversation: str) -> list[Said]:
         """What lies in Redis, read past the service; a deleted item has left its place behind."""
-        lying = Reader(self.state_dir).items(TENANT, conversation)
+        lying = Reader(self.state_dir).records(TENANT, conversation)
         return [said_of(one["item"]) for one in lying if not one.get("gone")]
 
 
