@@ -9,8 +9,6 @@ was written, by the same weights, for the same tenant. The caller then goes on f
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import zlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from engine.disk_files import write_temporary
 from engine.prefix import KVIdentity
 from engine.protocol import GenerationRequest, SamplingParams
 from policies.errors import CheckpointRefused
@@ -51,16 +50,8 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     }
     text = json.dumps(record)
     content = save({"kv": checkpoint.kv}, {RECORD: text, "crc32": str(zlib.crc32(text.encode()))})
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with write_temporary(path, (content,)) as temporary:
+        temporary.replace(path)
 
 
 def read(path: Path, identity: KVIdentity, block_bytes: int) -> Checkpoint:

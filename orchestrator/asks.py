@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Items that are read and not added to."""
+    """What a turn goes on from."""
 
     items: tuple[Item, ...]
     unread: int  # older ones
@@ -59,7 +59,7 @@ class Ask:
     n: int = 1  # answers; more than one only without a session
     place: Place | None = None
     instructions: str | None = None  # a system message of this turn alone: not stored
-    history: History | None = None  # of a stateless request: what it goes on from
+    history: History | None = None  # of a stateless request; a session has its own
     references: tuple[str, ...] = ()  # ids of items that must be stored in the session
     most_calls: int = 0  # of functions in the answer; 0: none are looked for
     may_truncate: bool = True  # else a history that does not fit is an error

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import os
 import time
-import traceback
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +68,10 @@ async def _name_request(request: Request, call_next: Any) -> Response:
 @app.exception_handler(OrchestratorError)
 async def _ours(request: Request, error: OrchestratorError) -> Response:
     said = error.envelope()["error"]  # of a client's mistake its field alone: what was sent may be in the message
-    _note(request, error.http_status, error.code, said["message" if error.http_status >= 500 else "param"])
+    cause = said["message" if error.http_status >= 500 else "param"]
+    for log in logs.of_process:
+        log.info("request_failed", request=request.state.request_id, method=request.method, path=request.url.path,
+                 status=error.http_status, code=error.code, cause=cause)  # fmt: skip
     return error_response(error)
 
 
@@ -81,18 +83,10 @@ async def _theirs(request: Request, error: HTTPException) -> Response:
 @app.exception_handler(Exception)
 async def _bug(request: Request, error: Exception) -> Response:
     """A bug of ours: said plainly, with the id to look for in the log."""
-    _note(request, 500, "internal_error", "".join(traceback.format_exception(error)))
+    logs.note_bug(error, request=request.state.request_id, method=request.method, path=request.url.path)
     return error_response(
         OrchestratorError(f"internal error in request {request.state.request_id}: {type(error).__name__}")
     )
-
-
-def _note(request: Request, status: int, code: str, cause: str | None) -> None:
-    """One line in the log; ``orchestrator.log`` is where an operator looks."""
-    for log in logs.of_process:
-        write = log.error if code == "internal_error" else log.info
-        write("request_failed", request=request.state.request_id, method=request.method, path=request.url.path,
-              status=status, code=code, cause=cause)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

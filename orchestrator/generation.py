@@ -178,12 +178,11 @@ class Generator:
     ) -> Placement:
         """Wait for the controller's placement; the load goes on when we leave."""
         ticket = f"{request.request_id}/{request.generation}/{uuid.uuid4().hex[:8]}"
-        with self._room.told(ticket, model, progress):
-            try:
-                return await self._placed(ticket, model, request, deadline)
-            except BaseException:  # however we leave: a ticket nobody redeems holds up the draining of its host
-                self._abandon(ticket)
-                raise
+        with self._room.told(ticket, model, progress), contextlib.ExitStack() as leaving:
+            leaving.callback(self._abandon, ticket)  # a ticket nobody redeems holds up the draining of its host
+            placement = await self._placed(ticket, model, request, deadline)
+            leaving.pop_all()
+            return placement
 
     async def _placed(self, ticket: str, model: str, request: GenerationRequest, deadline: float) -> Placement:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ class EventLogger:
 
 # Of the gateway in this process. Here, and not beside it: Serve pickles the gateway's class by value, with its globals.
 of_process: list[EventLogger] = []
+
+
+def note_bug(error: BaseException, **where: Any) -> None:
+    """With its traceback, in the log of this process's gateway."""
+    for log in of_process:
+        log.error("bug", cause="".join(traceback.format_exception(error)), **where)
 
 
 def event_logger(path: str) -> EventLogger:

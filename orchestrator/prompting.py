@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.protocol import GenerationRequest, SamplingParams
 from orchestrator.answers import Conversation
-from orchestrator.asks import Ask
+from orchestrator.asks import Ask, History
 from orchestrator.config import ModelConfig
 from orchestrator.messages import to_messages
 from orchestrator.tokens import ChatTokenizer
@@ -17,7 +17,6 @@ from policies.errors import BadRequest, ContextLengthExceeded, LoadFailed
 from policies.truncation import check_calls, fit
 from policies.types import TruncationRecord
 from session_store.items import Item, message
-from session_store.records import Begun
 
 REPLY_SHARE = 4  # without max_tokens, a session's prompt leaves at least 1/4 of the window to the answer
 INSTRUCTIONS = "instructions"  # the id of the item that is not stored
@@ -27,7 +26,7 @@ INSTRUCTIONS = "instructions"  # the id of the item that is not stored
 class Prompt:
     token_ids: tuple[int, ...]
     max_tokens: int
-    truncation: TruncationRecord | None  # None: of a stateless request
+    truncation: TruncationRecord | None  # None: there is no history
 
 
 class Prompter:
@@ -42,17 +41,15 @@ class Prompter:
             raise LoadFailed(f"model {model.name} has no usable tokenizer; `orchestrator ps` says why")
         return tokenizer
 
-    def prompt(self, ask: Ask, begun: Begun | None, new: Sequence[Item]) -> Prompt:
-        """Of these new items, behind those that the session has. ContextLengthExceeded, BadRequest."""
-        if begun is None and ask.history is not None:
-            begun = Begun(ask.tenant.name, "", ask.turn_id, 0, 0, ask.history.items, ask.history.unread)
-        items = [*(begun.items if begun is not None else ()), *new]
+    def prompt(self, ask: Ask, history: History | None, new: Sequence[Item]) -> Prompt:
+        """Of these new items, behind those of the history. ContextLengthExceeded, BadRequest."""
+        items = [*(history.items if history is not None else ()), *new]
         if ask.instructions:
             said = message("system", ask.instructions)
             items.insert(0, Item(INSTRUCTIONS, INSTRUCTIONS, ask.arrival, said, pinned=True))
         if not any(item.role != "system" for item in items):
             raise BadRequest("there is nothing to answer: no items were sent, and there is no history", param="input")
-        return self._stateless(ask, items) if begun is None else self._of_session(ask, begun, items)
+        return self._alone(ask, items) if history is None else self._behind(ask, history, items)
 
     def request(self, ask: Ask, prompt: Prompt, session_id: str | None) -> GenerationRequest:
         sampling = SamplingParams(
@@ -84,7 +81,7 @@ class Prompter:
             pin_bytes=int(ask.tenant.kv_pin),
         )
 
-    def _stateless(self, ask: Ask, items: Sequence[Item]) -> Prompt:
+    def _alone(self, ask: Ask, items: Sequence[Item]) -> Prompt:
         tokenizer, window = self.tokenizer(ask.model), ask.model.max_model_len
         check_calls([item.view() for item in items])
         messages = to_messages(items).messages
@@ -92,7 +89,7 @@ class Prompter:
         token_ids = tokenizer.encode(messages)
         return Prompt(tuple(token_ids), _answer_limit(ask, len(token_ids)), None)
 
-    def _of_session(self, ask: Ask, begun: Begun, items: Sequence[Item]) -> Prompt:
+    def _behind(self, ask: Ask, history: History, items: Sequence[Item]) -> Prompt:
         window = ask.model.max_model_len
         as_messages = to_messages(items)
         kept = {
@@ -105,11 +102,11 @@ class Prompter:
         sent, record = fit(
             [item.view() for item in items], window - reply, lambda some: talk.count(as_messages.of(some), window)
         )
-        if begun.truncated_store:
-            unread = f"{begun.truncated_store} older items are beyond what is read for a turn"
+        if history.unread:
+            unread = f"{history.unread} older items are beyond what is read for a turn"
             reason = f"{record.reason}; {unread}" if record.reason else unread
-            record = dataclasses.replace(record, unread_items=begun.truncated_store, reason=reason)
-        if not ask.may_truncate and (record.full_tokens > record.budget_tokens or begun.truncated_store):
+            record = dataclasses.replace(record, unread_items=history.unread, reason=reason)
+        if not ask.may_truncate and (record.full_tokens > record.budget_tokens or history.unread):
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {window} tokens. The conversation does not fit beside {reply} "
                 f"tokens for the answer ({record.reason}). Send truncation: auto, or shorten it.",

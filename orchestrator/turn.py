@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.protocol import Output
 from orchestrator.answers import keep
-from orchestrator.asks import Ask, Called, Done, Event, Piece, Place, Started
+from orchestrator.asks import Ask, Called, Done, Event, History, Piece, Place, Started
 from orchestrator.choices import choice_requests, merged
 from orchestrator.generation import Generator
 from orchestrator.logs import EventLogger
@@ -103,9 +103,10 @@ class TurnRunner:
         used, committed = 0, False
         self._running[ask.turn_id] = progress
         try:
-            new = _new_items(ask, begun)
+            history = ask.history if begun is None else History(begun.items, begun.truncated_store, begun.known)
+            new = _new_items(ask, history)
             # long texts must not hold up other streams
-            prompt = await asyncio.to_thread(self._prompter.prompt, ask, begun, new)
+            prompt = await asyncio.to_thread(self._prompter.prompt, ask, history, new)
             progress.truncation = prompt.truncation
             requests = choice_requests(self._prompter.request(ask, prompt, session_id), ask.n)
             answer = _Answer(ToolSplitter(ask.most_calls) if ask.most_calls else None)
@@ -136,7 +137,7 @@ class TurnRunner:
 
     async def count(self, ask: Ask) -> int:
         """Tokens of the prompt that the ask's history and its own items would make. Takes nothing."""
-        prompt = await asyncio.to_thread(self._prompter.prompt, ask, None, _new_items(ask, None))
+        prompt = await asyncio.to_thread(self._prompter.prompt, ask, ask.history, _new_items(ask, ask.history))
         return len(prompt.token_ids)
 
     # -- begin ---------------------------------------------------------------------
@@ -195,8 +196,8 @@ class TurnRunner:
                 self._log.warning("settle_failed", turn=ask.turn_id, cause=error.message)
             return
         said = await asyncio.to_thread(_answer_items, ask, self._prompter.tokenizer(ask.model), prompt, answer)
-        cut = prompt.truncation is not None and (prompt.truncation.cut or prompt.truncation.reason)
-        truncation = dataclasses.asdict(prompt.truncation) if prompt.truncation is not None and cut else {}
+        record = prompt.truncation
+        truncation = dataclasses.asdict(record) if record is not None and record.reason else {}  # something was cut
         reply = {
             **ask.reply,
             "model": ask.model.name,
@@ -205,7 +206,8 @@ class TurnRunner:
             "completion_tokens": done.completion_tokens,
             "cached_tokens": done.cached_tokens,
         }
-        await self._store.commit_turn(begun, [*new, *said], truncation, reply, used)
+        goes_on = "response" in ask.reply
+        await self._store.commit_turn(begun, [*new, *said], truncation, reply, used, goes_on=goes_on)
 
     async def _give_back(self, ask: Ask, begun: Begun | None, used_tokens: int) -> None:
         try:
@@ -261,9 +263,9 @@ def window_bytes(model_tokens: int) -> int:
     return max(LEAST_WINDOW_BYTES, BYTES_PER_TOKEN * model_tokens)
 
 
-def _new_items(ask: Ask, begun: Begun | None) -> list[Item]:
+def _new_items(ask: Ask, history: History | None) -> list[Item]:
     """The ask's items that are not stored yet. ItemNotFound for a reference to one that is not there."""
-    known = begun.known if begun is not None else ask.history.known if ask.history is not None else frozenset[str]()
+    known = frozenset[str]() if history is None else history.known
     if missing := [item_id for item_id in ask.references if item_id not in known]:
         raise ItemNotFound(f"there is no item {missing[0]} in this conversation", param="input")
     fresh = [item for item in ask.items if item.item_id is None or item.item_id not in known]

@@ -118,7 +118,7 @@ def _check_answered(newest: Sequence[Group]) -> None:
     """As OpenAI's API does it: a conversation does not go on past a call that nobody has answered."""
     for group in newest:
         if group.open_call is not None:
-            raise BadRequest(f"No tool output found for function call {group.open_call}.", param="input")
+            raise BadRequest(f"No tool output found for function call {group.open_call}.", param="messages")
 
 
 def _longest_suffix(

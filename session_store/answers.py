@@ -65,7 +65,7 @@ def cut_window(
 def replay(tenant: str, session_id: str, answer: Any) -> Replay:
     """The stored outcome behind an idempotency key."""
     _, turn_id, record, items = answer
-    _, _, stored = turn_record(record)
+    *_, stored = turn_record(record)
     return Replay(
         tenant=tenant,
         session_id=session_id,
@@ -77,11 +77,11 @@ def replay(tenant: str, session_id: str, answer: Any) -> Replay:
     )
 
 
-def turn_record(record: bytes) -> tuple[int, int, dict[str, Any]]:
-    """(index of its first item, how many it appended, {reply, truncation}) of a value of the turns' hash."""
+def turn_record(record: bytes) -> tuple[int, int, bool, dict[str, Any]]:
+    """(index of its first item, how many it appended, whether another may go on from it, {reply, truncation})."""
     place, _, body = record.partition(b"\n")
-    _, _, first, count = place.split()
-    return int(first), int(count), orjson.loads(body)
+    _, _, first, count, goes_on = place.split()
+    return int(first), int(count), goes_on == b"1", orjson.loads(body)
 
 
 def busy(session_id: str, answer: Any) -> SessionBusy:

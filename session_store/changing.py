@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import orjson
 
-from policies.errors import BadRequest, SessionExists, StoreUnavailable
+from policies.errors import BadRequest, SessionBusy, SessionExists, StoreUnavailable
 from policies.truncation import is_head
 from session_store import answers
 from session_store.client import Call, ScriptClient
@@ -26,10 +27,28 @@ from session_store.records import SessionInfo
 
 OLD_KEPT = 32
 CHUNK_ITEMS = 200
+_POLL_SECONDS = (0.02, 0.25)  # first and longest pause while waiting for a busy session
+_Result = TypeVar("_Result")
 
 
 def to_ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
+
+
+async def when_free(deadline_seconds: float, work: Callable[[], Awaitable[_Result]]) -> _Result:
+    """What ``work`` gives, asking again for up to so long while the session is busy; then SessionBusy."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_seconds
+    pause_seconds, longest_seconds = _POLL_SECONDS
+    while True:
+        try:
+            return await work()
+        except SessionBusy:
+            left_seconds = deadline - loop.time()
+            if left_seconds <= 0:
+                raise
+        await asyncio.sleep(min(left_seconds, pause_seconds * random.uniform(0.5, 1.0)))
+        pause_seconds = min(pause_seconds * 1.5, longest_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +90,23 @@ class SessionChanger(SessionReader):
         """
         await self._append(tenant, session_id, items, ("", b""), change)
 
-    async def replace_item(self, tenant: str, session_id: str, item: Item) -> None:
-        """Let it supersede the one of its id, in its place. What is a head stays one, what is none does not become one.
+    async def replace_item(self, tenant: str, session_id: str, item_id: str, body: Mapping[str, Any]) -> Item:
+        """Let this body supersede the item's, in its place. It stays of its type, role and call, and its model's.
 
         SessionNotFound, ItemNotFound, SessionBusy, BadRequest.
         """
-        before = await self.read_item(tenant, session_id, item.item_id)
-        if is_head(before.view()) != is_head(item.view()):
-            raise BadRequest(
-                f"item {item.item_id} is a {before.role} item and stays one, not {item.role}", param="role"
-            )
-        await self._change(tenant, session_id, item.item_id, item.to_json(), gone=False)
+        while True:
+            stored = await self.read_stored(tenant, session_id, item_id)
+            before = Item.from_json(stored)
+            item = replace(before, body=body, ids=None)
+            if (item.type, item.role, item.call_id) != (before.type, before.role, before.call_id):
+                raise BadRequest(f"{item_id} is a {before.role} {before.type} and stays one, of its call", param="type")
+            if await self._change(tenant, session_id, item_id, item.to_json(), stored):
+                return item  # else somebody has changed it since we read it
 
     async def delete_item(self, tenant: str, session_id: str, item_id: str) -> None:
         """Take one out of the history. SessionNotFound, ItemNotFound, SessionBusy."""
-        await self._change(tenant, session_id, item_id, tombstone(item_id), gone=True)
+        await self._change(tenant, session_id, item_id, tombstone(item_id))
 
     async def delete_turn(self, tenant: str, session_id: str, turn_id: str) -> None:
         """Forget a turn; in a chain its items too, where no turn comes after it. SessionNotFound, SessionBusy."""
@@ -177,13 +198,15 @@ class SessionChanger(SessionReader):
         self._changed(tenant, session_id, answer)
         answers.raise_refusal(listed)
 
-    async def _change(self, tenant: str, session_id: str, item_id: str, data: bytes, *, gone: bool) -> None:
-        args = (item_id, data, "1" if gone else "", OLD_KEPT, self._lifetimes.ms(tenant))
+    async def _change(self, tenant: str, session_id: str, item_id: str, data: bytes, stored: bytes = b"") -> bool:
+        """False if what lies there is not ``stored``; without it the item is deleted, whatever it is."""
+        args = (item_id, data, "" if stored else "1", OLD_KEPT, self._lifetimes.ms(tenant), stored)
         call = Call("change_item", session_keys(tenant, session_id).all(), args)
         (answer,) = await self._client.run(call, confirmed=True)
         if answers.status(answer) == "no item":
             raise item_not_found(session_id, item_id)
         self._changed(tenant, session_id, answer)
+        return answers.status(answer) != "changed"
 
     async def _items(self, tenant: str, session_id: str, end: int) -> AsyncIterator[Item]:
         """SessionNotFound if it is deleted meanwhile: a part of it is not it."""
@@ -231,10 +254,9 @@ class SessionChanger(SessionReader):
             )
             self._changed(tenant, session_id, answer)
             answers.raise_refusal(listed)
-        except BaseException:
-            with contextlib.suppress(StoreUnavailable):  # else they lapse
+        finally:  # what has not become the session's
+            with contextlib.suppress(StoreUnavailable):  # else it lapses
                 await asyncio.shield(self._client.read(lambda pipe: pipe.delete(*loading)))
-            raise
 
     def _list_call(self, tenant: str, session_id: str) -> Call:
         return Call("list_session", tenant_keys(tenant).all(), (session_id, self._lifetimes.ms(tenant)))

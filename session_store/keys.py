@@ -6,12 +6,14 @@ the session by each script that touches it; a session nobody uses is gone after 
 | key                  | type   | TTL       | holds
 |----------------------|--------|-----------|----------------------------------------------------------------
 | co:{t/s}:meta        | hash   | sliding   | fence (last fencing token), version (changes so far), created_ms,
-|                      |        |           | updated_ms, kind, last (the turn committed last), metadata (JSON)
+|                      |        |           | updated_ms, kind, last (the turn committed last), metadata (JSON),
+|                      |        |           | opened (the load that made it)
 | co:{t/s}:lease       | hash   | lease TTL | token, turn, owner, idem, fp of the turn that runs now
 | co:{t/s}:items       | list   | sliding   | item JSON, append-only; an item's index never changes (a deleted
 |                      |        |           | one leaves a tombstone)
 | co:{t/s}:heads       | list   | sliding   | indexes of system, developer and pinned items: always in the window
-| co:{t/s}:turns       | hash   | sliding   | turn id → "token version first count\\n" + JSON {reply, truncation}
+| co:{t/s}:turns       | hash   | sliding   | turn id → "token version first count goes-on\\n" + JSON {reply,
+|                      |        |           | truncation}; goes-on: 1 where another may go on from it
 | co:{t/s}:idem        | hash   | sliding   | "t:"+key → turn id, "f:"+key → request fingerprint, of finished turns;
 |                      |        |           | "m:"+key → 1, where the request of this key was sent to a fork
 | co:{t/s}:incomplete  | list   | sliding   | JSON of the last 32 attempts that were not committed; never prompted

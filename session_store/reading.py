@@ -84,6 +84,10 @@ class SessionReader:
 
     async def read_item(self, tenant: str, session_id: str, item_id: str) -> Item:
         """SessionNotFound, ItemNotFound."""
+        return Item.from_json(await self.read_stored(tenant, session_id, item_id))
+
+    async def read_stored(self, tenant: str, session_id: str, item_id: str) -> bytes:
+        """An item as it lies there. SessionNotFound, ItemNotFound."""
         keys = session_keys(tenant, session_id)
 
         def ask(pipe: Pipeline) -> None:
@@ -92,9 +96,10 @@ class SessionReader:
 
         version, index = await self._client.read(ask)
         _check_exists(session_id, version)
-        if index is not None and (found := parse_live(await self._slice(keys.items, int(index), int(index)))):
-            return found[0]
-        raise item_not_found(session_id, item_id)
+        found = await self._slice(keys.items, int(index), int(index)) if index is not None else []
+        if not parse_live(found):
+            raise item_not_found(session_id, item_id)
+        return found[0]
 
     async def read_named(self, tenant: str, session_id: str, item_ids: Sequence[str]) -> tuple[Item, ...]:
         """The items of these ids that are there, in this order. SessionNotFound."""
@@ -157,7 +162,7 @@ class SessionReader:
 
         record, running, incomplete = await self._client.read(ask)
         if record is not None:
-            first, count, stored = answers.turn_record(record)
+            first, count, _, stored = answers.turn_record(record)
             items = tuple(parse_live(await self._slice(keys.items, first, first + count - 1))) if count else ()
             return StoredTurn(turn_id, "completed", items, stored.get("reply", {}), stored.get("truncation", {}))
         if running is not None and running.decode() == turn_id:
@@ -166,11 +171,11 @@ class SessionReader:
         return StoredTurn(turn_id, attempts[0]["reason"]) if attempts else None  # the first says why
 
     async def end_of_turn(self, tenant: str, session_id: str, turn_id: str) -> int:
-        """The index behind the last item of a stored response's turn. SessionNotFound if there is none."""
+        """The index behind the last item of a turn that another may go on from. SessionNotFound if it is none."""
         key = session_keys(tenant, session_id).turns
         (record,) = await self._client.read(lambda pipe: pipe.hget(key, turn_id))
-        first, count, stored = answers.turn_record(record) if record is not None else (0, 0, {})
-        if "response" not in stored.get("reply", {}):
+        first, count, goes_on, _ = answers.turn_record(record) if record is not None else (0, 0, False, {})
+        if not goes_on:
             raise not_found(session_id)
         return first + count
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from policies.errors import IdempotencyMismatch, LeaseLost, SessionBusy, StoreUnavailable
+from policies.errors import IdempotencyMismatch, LeaseLost, StoreUnavailable
 from session_store import answers
 from session_store.answers import UNLIMITED
-from session_store.changing import Lifetimes, SessionChanger, to_ms, triple
+from session_store.changing import Lifetimes, SessionChanger, to_ms, triple, when_free
 from session_store.client import Call, ScriptClient
 from session_store.items import Item
 from session_store.keys import check_idempotency_key, confirm_key, session_keys, tenant_keys
@@ -31,7 +30,6 @@ log = logging.getLogger(__name__)
 
 INCOMPLETE_KEPT = 32
 SETTLED_TTL_SECONDS = 3600
-_POLL_SECONDS = (0.02, 0.25)  # first and longest pause while waiting for a busy session
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +39,7 @@ class Wish:
     window_bytes: int = 1 << 30  # of stored items, newest first, that are read at most, besides older heads
     kind: str = "session"  # of a session that this turn makes
     must_exist: bool = False  # else SessionNotFound
-    after: str | None = (
-        None  # the turn that must be the last of a chain; Moved if it is not, SessionNotFound if unknown
-    )
+    after: str | None = None  # the turn that must be the last of a chain; else Moved, or SessionNotFound
     item_ids: tuple[str, ...] = ()  # ``Begun.known`` says which of them are stored
 
 
@@ -80,7 +76,7 @@ class SessionStore(SessionChanger):
         observe: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         lifetimes = Lifetimes(session_ttl_seconds, tenant_ttl_seconds or {})
-        shortest = min(session_ttl_seconds, *lifetimes.of_tenant.values(), session_ttl_seconds)
+        shortest = min([session_ttl_seconds, *lifetimes.of_tenant.values()])
         if not 0 < lease_ttl_seconds <= shortest:
             raise ValueError(f"lease_ttl_seconds must be above 0 and at most {shortest:g}, the shortest session TTL")
         if window_items < 1:
@@ -146,20 +142,8 @@ class SessionStore(SessionChanger):
     async def begin_turn_waiting(
         self, tenant: str, session_id: str, turn_id: str, *, deadline_seconds: float, **begin: Any
     ) -> Begun | Replay | Moved:
-        """``begin_turn``, asking again for up to ``deadline_seconds`` while the session is busy; then
-        SessionBusy."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_seconds
-        pause_seconds, longest_seconds = _POLL_SECONDS
-        while True:
-            try:
-                return await self.begin_turn(tenant, session_id, turn_id, **begin)
-            except SessionBusy:
-                left_seconds = deadline - loop.time()
-                if left_seconds <= 0:
-                    raise
-            await asyncio.sleep(min(left_seconds, pause_seconds * random.uniform(0.5, 1.0)))
-            pause_seconds = min(pause_seconds * 1.5, longest_seconds)
+        """``begin_turn``, asking again for up to ``deadline_seconds`` while the session is busy; then SessionBusy."""
+        return await when_free(deadline_seconds, lambda: self.begin_turn(tenant, session_id, turn_id, **begin))
 
     async def renew(self, begun: Begun) -> None:
         """Keep lease and reservation for another ``lease_ttl_seconds``. LeaseLost if the lease is another's
@@ -177,13 +161,15 @@ class SessionStore(SessionChanger):
         truncation_record: Mapping[str, Any],
         reply: Mapping[str, Any],
         used_tokens: int,
+        *,
+        goes_on: bool = False,
     ) -> int:
         """Append the turn, free lease and reservation, book the tokens: one round trip. Returns the new
         version.
 
-        Repeating it for the same ``begun`` returns the same version and appends nothing. LeaseLost: the
-        lease had gone to another turn or the session was deleted, and nothing was appended. The caller
-        shields it from cancellation: once sent, the turn may be in the history.
+        Repeating it for the same ``begun`` returns the same version and appends nothing. LeaseLost: the lease had gone
+        to another turn or the session was deleted, and nothing was appended. The caller shields it from cancellation:
+        once sent, the turn may be in the history. ``goes_on``: ``Wish.after`` may name it.
         """
         if strange := [item.item_id for item in items if item.turn_id.partition(".")[0] != begun.turn_id]:
             raise ValueError(f"items of another turn than {begun.turn_id}: {', '.join(strange)}")
@@ -197,6 +183,7 @@ class SessionStore(SessionChanger):
                 begun.idempotency_key or "",
                 begun.request_fingerprint or "",
                 orjson.dumps({"reply": reply, "truncation": truncation_record}),
+                int(goes_on),
                 *(value for item in items for value in triple(item)),
             ),
         )

@@ -73,7 +73,7 @@ async def take_turn(store: SessionStore, tenant: str, session_id: str, turn_id: 
     """A whole turn: one user and one assistant item."""
     begun = await begin(store, tenant, session_id, turn_id, **more)
     items = said(turn_id, ("user", f"question {turn_id}"), ("assistant", f"answer {turn_id}"))
-    return await store.commit_turn(begun, items, {"reason": ""}, {"response": {}, "finish_reason": "stop"}, 10)
+    return await store.commit_turn(begun, items, {"reason": ""}, {"finish_reason": "stop"}, 10, goes_on=True)
 
 
 def contents(items: tuple[Item, ...]) -> list[str]:

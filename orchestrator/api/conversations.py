@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
 from fastapi import Request
@@ -15,29 +14,31 @@ from orchestrator.api.intake import parse_object, read_body, validate
 from orchestrator.api.items import read_item, read_items, shown, shown_list
 from orchestrator.config import Config
 from orchestrator.messages import to_items
-from policies.errors import BadRequest, SessionBusy
+from policies.errors import BadRequest
+from session_store.changing import when_free
+from session_store.files import Pairs
 from session_store.items import Item
 from session_store.keys import is_session_id
 from session_store.records import SessionInfo
 from session_store.store import SessionStore
 
-Metadata = dict[str, str]
-MOST_METADATA = 16
 _Result = TypeVar("_Result")
-_PAUSE_SECONDS = 0.05
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+_Body = TypeVar("_Body", bound=Body)
+
+
 class Create(Body):
     items: list[Any] = Field(default_factory=list)
-    metadata: Metadata = Field(default_factory=dict)
+    metadata: Pairs = Field(default_factory=dict)
 
 
 class Update(Body):
-    metadata: Metadata
+    metadata: Pairs
 
 
 class AddItems(Body):
@@ -68,9 +69,7 @@ class ConversationsRoute:
         body = await self._body(request, Create)
         items = self._items(body.items)
         name = f"conv_{uuid.uuid4().hex}"
-        info = await self._store.create_session(
-            tenant, name, items, kind="conversation", metadata=check_metadata(body.metadata)
-        )
+        info = await self._store.create_session(tenant, name, items, kind="conversation", metadata=body.metadata)
         return conversation(info)
 
     async def read(self, tenant: str, name: str) -> dict[str, Any]:
@@ -78,7 +77,7 @@ class ConversationsRoute:
 
     async def update(self, request: Request, tenant: str, name: str) -> dict[str, Any]:
         body = await self._body(request, Update)
-        return conversation(await self._store.set_metadata(tenant, check_name(name), check_metadata(body.metadata)))
+        return conversation(await self._store.set_metadata(tenant, check_name(name), body.metadata))
 
     async def delete(self, tenant: str, name: str) -> dict[str, Any]:
         await self._store.delete_session(tenant, check_name(name))
@@ -113,13 +112,9 @@ class ConversationsRoute:
     async def replace(self, request: Request, tenant: str, name: str, item_id: str) -> dict[str, Any]:
         """PUT: the item supersedes the one of this id, in its place."""
         said = parse_object(await read_body(request, int(self._config.http.max_body)))
-        before = await self._store.read_item(tenant, check_name(name), item_id)
         new = read_item({**said, "id": item_id}, int(self._config.sessions.max_item))
-        item = Item(item_id, before.turn_id, before.created, new.body, before.model, pinned=before.pinned)
-        if (item.type, item.role, item.call_id) != (before.type, before.role, before.call_id):
-            raise BadRequest(f"{item_id} is a {before.role} {before.type} and stays one, of its call", param="type")
-        await self._when_free(lambda: self._store.replace_item(tenant, name, item))
-        return shown(item)
+        check_name(name)
+        return shown(await self._when_free(lambda: self._store.replace_item(tenant, name, item_id, new.body)))
 
     async def remove(self, tenant: str, name: str, item_id: str) -> dict[str, Any]:
         await self._when_free(lambda: self._store.delete_item(tenant, check_name(name), item_id))
@@ -138,17 +133,7 @@ class ConversationsRoute:
 
     async def _when_free(self, work: Callable[[], Awaitable[_Result]]) -> _Result:
         """Do it once no turn runs; SessionBusy after as long as a turn would wait."""
-        until = time.monotonic() + self._config.http.busy_session_seconds
-        while True:
-            try:
-                return await work()
-            except SessionBusy:
-                if time.monotonic() >= until:
-                    raise
-                await asyncio.sleep(_PAUSE_SECONDS)
-
-
-_Body = TypeVar("_Body", bound=Body)
+        return await when_free(self._config.http.busy_session_seconds, work)
 
 
 def page_of(request: Request) -> Page:
@@ -175,16 +160,3 @@ def check_name(name: str) -> str:
     if not is_session_id(name):
         raise BadRequest(f"{name[:140]!r} is no conversation id", param="conversation")
     return name
-
-
-def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
-    """At most 16 pairs, keys of 64 characters, values of 512, as OpenAI has it."""
-    if len(metadata) > MOST_METADATA:
-        raise BadRequest(f"metadata: at most {MOST_METADATA} pairs, got {len(metadata)}", param="metadata")
-    for key, value in metadata.items():
-        if not 0 < len(key) <= 64 or len(value) > 512:
-            raise BadRequest(
-                f"metadata: {key[:64]!r} has {len(key)} characters, its value {len(value)}; at most 64 and 512",
-                param="metadata",
-            )
-    return metadata

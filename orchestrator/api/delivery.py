@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
@@ -15,6 +14,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from engine.protocol import TokenLogprob
 from orchestrator.asks import Ask, Called, Done, Event, Piece, Started
+from orchestrator.logs import note_bug
 from orchestrator.metrics import GatewayMetrics
 from orchestrator.progress import Progress
 from policies.errors import OrchestratorError
@@ -148,7 +148,7 @@ class Delivery(ABC):
         except OrchestratorError as error:
             yield self.failure(error)
         except Exception as error:  # noqa: BLE001 — boundary: a bug must not look like the end of an answer
-            traceback.print_exception(error)
+            note_bug(error, turn=self.ask.turn_id)
             yield self.failure(OrchestratorError(f"internal error in {self.ask.turn_id}: {type(error).__name__}"))
         finally:
             await _abandon(pending, events)
@@ -175,7 +175,8 @@ class Delivery(ABC):
 
 async def _abandon(pending: asyncio.Future[Any], events: AsyncGenerator[Event]) -> None:
     """End a turn nobody reads any more."""
-    pending.cancel()
-    with contextlib.suppress(asyncio.CancelledError, OrchestratorError, StopAsyncIteration):
-        await pending
+    if not pending.done():  # else its outcome has been heard
+        pending.cancel()
+        with contextlib.suppress(asyncio.CancelledError, OrchestratorError, StopAsyncIteration):
+            await pending
     await events.aclose()

@@ -84,7 +84,7 @@ def validate(kind: type[Body], body: Mapping[str, Any], unsupported: Mapping[str
     ``null`` means "as if left out": OpenAI's clients send it so.
     """
     for name, off in unsupported.items():
-        if name in body and body[name] is not None and body[name] not in off:
+        if name in body and body[name] is not None and not _is_one_of(body[name], off):
             raise UnsupportedField(f"{name!r} is not supported by this service; leave it out", param=name)
     said = {
         name: value
@@ -95,6 +95,11 @@ def validate(kind: type[Body], body: Mapping[str, Any], unsupported: Mapping[str
         return kind.model_validate(said)
     except ValidationError as error:
         raise explain_invalid(error.errors()) from error
+
+
+def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
+    """As JSON has it: 0 is not false."""
+    return any(type(value) is type(one) and value == one for one in known)
 
 
 def fingerprint(body: Mapping[str, Any]) -> str:

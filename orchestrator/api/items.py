@@ -113,9 +113,7 @@ def read_items(said: Any, param: str, most_bytes: int) -> tuple[tuple[NewItem, .
 
 def check_stored(item: Item, most_bytes: int) -> None:
     """BadRequest for an item from elsewhere that these APIs would not have taken."""
-    read_items([{**item.body, "id": item.item_id}], "items", most_bytes)
-    if item.type == "message" and isinstance(item.body["content"], str):
-        raise BadRequest("items.0.content: must be a list of parts", param="items.0.content")
+    read_item({**item.body, "id": item.item_id}, most_bytes)
 
 
 def shown(item: Item) -> dict[str, Any]:

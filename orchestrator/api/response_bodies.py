@@ -17,6 +17,7 @@ from orchestrator.api.response_wire import ResponseRequest
 from orchestrator.asks import Ask, Called, Done, Event, Piece, Started
 from orchestrator.progress import Progress
 from policies.errors import OrchestratorError, ResponseNotFound
+from session_store.items import text_of
 from session_store.records import StoredTurn
 
 RESPONSE_ID = re.compile(r"resp_(?:([A-Za-z0-9._:-]{1,128})_)?([0-9a-f]{32})")
@@ -80,11 +81,11 @@ class ResponseDelivery(Delivery):
         out: list[bytes] = []
         for index, item in enumerate(response["output"]):
             if item["type"] == "message":
-                text = item["content"][0]["text"]
+                text = text_of(item["content"])  # one part, unless it has been edited since
                 out += [] if self._said else self._begin_message()
                 out += [
                     self._event("response.output_text.done", **self._part, text=text, logprobs=[]),
-                    self._event("response.content_part.done", **self._part, part=item["content"][0]),
+                    self._event("response.content_part.done", **self._part, part=self._message(text)["content"][0]),
                 ]
             else:
                 place = {"item_id": item["id"], "output_index": index}

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.api.wire import KeepAlive
+from session_store.files import Pairs
 
 # Fields of the OpenAI API that are known and not built, with the only values that mean "off".
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -75,7 +76,7 @@ class ResponseRequest(KeepAlive):
     parallel_tool_calls: bool = True
     prompt_cache_key: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: Pairs = Field(default_factory=dict)
     user: str | None = Field(None, max_length=512)
     prompt_cache_retention: Literal["in_memory", "24h"] = "in_memory"
 

@@ -16,7 +16,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from orchestrator.api.conversations import check_metadata, check_name, page_of
+from orchestrator.api.conversations import check_name, page_of
 from orchestrator.api.delivery import Counting
 from orchestrator.api.intake import Models, fingerprint, most_calls, parse_object, pin_seconds, read_body, validate
 from orchestrator.api.items import read_items, shown_list
@@ -127,7 +127,6 @@ class ResponsesRoute:
         kept = body.model_dump(exclude=NOT_KEPT, exclude_defaults=True)
         previous = {"previous_response_id": body.previous_response_id} if body.previous_response_id else {}
         talk = {"conversation": {"id": body.conversation_id}} if body.conversation_id else {}
-        check_metadata(body.metadata)
         return Ask(
             tenant=tenant,
             model=model,

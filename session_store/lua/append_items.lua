@@ -37,7 +37,7 @@ for i = 5, #ARGV, 3 do
   end
 end
 version = redis.call('HINCRBY', meta, 'version', 1)
-redis.call('HSET', turns, change, string.format('0 %d %d %d\n{}', version, first, place - first))
+redis.call('HSET', turns, change, string.format('0 %d %d %d 0\n{}', version, first, place - first))
 redis.call('HSET', meta, 'updated_ms', now_ms, 'last', change)
 for _, key in ipairs(KEYS) do redis.pcall('PEXPIRE', key, session_ms) end
 return {'ok', tostring(version)}

@@ -34,7 +34,7 @@ if idem_key ~= '' then
   local record = done and redis.call('HGET', turns, done)
   if record then -- else: it has been deleted since
     if redis.call('HGET', idem, 'f:' .. idem_key) ~= fingerprint then return {'mismatch'} end
-    local first, count = string.match(record, '^%d+ %d+ (%d+) (%d+)\n')
+    local first, count = string.match(record, '^%d+ %d+ (%d+) (%d+) ')
     touch()
     return {'replay', done, record, redis.call('LRANGE', items, first, tonumber(first) + tonumber(count) - 1)}
   end
@@ -44,9 +44,8 @@ local held = redis.call('HMGET', lease, 'turn', 'idem', 'fp')
 local busy = held[1] and held[1] ~= turn
 if ARGV[11] ~= '' then
   local record = redis.call('HGET', turns, ARGV[11])
-  -- a chat's turn, or one that was not to be stored as a response, cannot be gone on from
-  if not record or not string.find(record, '"reply":{"response":', 1, true) then return {'missing'} end
-  local first, count = string.match(record, '^%d+ %d+ (%d+) (%d+)\n')
+  local first, count = string.match(record or '', '^%d+ %d+ (%d+) (%d+) 1\n')
+  if not first then return {'missing'} end -- or it is none that another may go on from
   local retry = busy and idem_key ~= '' and held[2] == idem_key -- waits for its first attempt
   -- Who has been sent away under this key is sent away again: what it does there must not be done here too.
   local sent_away = idem_key ~= '' and redis.call('HEXISTS', idem, 'm:' .. idem_key) == 1

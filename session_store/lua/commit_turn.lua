@@ -2,7 +2,7 @@
 --
 -- KEYS 1 meta  2 lease  3 items  4 heads  5 turns  6 idem  7 incomplete  8 index  9 old      (one slot: the session's)
 -- ARGV 1 token  2 turn id  3 session TTL, ms  4 idempotency key or ""  5 request fingerprint or ""
---      6 JSON {reply, truncation}  7… three for each item: its id, '1' if it is a head, its JSON
+--      6 JSON {reply, truncation}  7 '1' if another may go on from it  8… three for each item: its id, '1' if it is a head, its JSON
 -- returns {'ok', version}       committed now, or by an earlier call for the same turn and token
 --         {'stale'}             the lease is not ours (any more)
 --
@@ -22,7 +22,7 @@ if held[1] ~= token or held[2] ~= turn then return {'stale'} end
 
 local first = redis.call('LLEN', items)
 local place = first
-for i = 7, #ARGV, 3 do
+for i = 8, #ARGV, 3 do
   if redis.call('HSETNX', index, ARGV[i], place) == 1 then
     redis.call('RPUSH', items, ARGV[i + 2])
     if ARGV[i + 1] == '1' then redis.call('RPUSH', heads, place) end
@@ -30,7 +30,8 @@ for i = 7, #ARGV, 3 do
   end
 end
 local version = redis.call('HINCRBY', meta, 'version', 1)
-redis.call('HSET', turns, turn, string.format('%s %d %d %d\n', token, version, first, place - first) .. ARGV[6])
+local where = string.format('%s %d %d %d %s\n', token, version, first, place - first, ARGV[7])
+redis.call('HSET', turns, turn, where .. ARGV[6])
 if idem_key ~= '' then redis.call('HSET', idem, 't:' .. idem_key, turn, 'f:' .. idem_key, fingerprint) end
 local clock = redis.call('TIME')
 redis.call('HSET', meta, 'updated_ms', string.format('%.0f', clock[1] * 1000 + math.floor(clock[2] / 1000)), 'last', turn)

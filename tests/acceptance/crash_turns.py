@@ -19,9 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -37,6 +35,7 @@ from tests.acceptance.crash_clients import Api, CrashClients, Questions, Talk
 from tests.acceptance.crash_kills import REQUIRED, VICTIMS, Kill, Killer, Moment, plan
 from tests.acceptance.crash_reader import Count, CrashReader, History, count_sessions, count_talk, is_kept
 from tests.acceptance.main_job import QUESTIONS, SMOL
+from tests.acceptance.program import add_state_dir, run_in
 from tests.service import RunningService
 
 CONFIG = Path(__file__).parents[1] / "data" / "crash_turns.yaml"
@@ -201,24 +200,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="60 turns of a fake model, 6 kills")
     parser.add_argument("--kills", type=int, help="of the fake model's turns; none: as the size has it")
     parser.add_argument("--seed", type=int, default=7, help="of turns, aims and who gives up")
-    parser.add_argument("--state-dir", type=Path, help="kept; none: a temporary one, kept only after a failure")
+    add_state_dir(parser)
     options = parser.parse_args()
-    begin = time.monotonic()
-    directory = options.state_dir or Path(tempfile.mkdtemp(prefix="crash-turns-"))
     first, *others = QUICK if options.quick else FULL
     if options.kills is not None:
         first = replace(first, kills=options.kills)
     least = LEAST_OF_A_MOMENT if not options.quick and options.kills is None else 0
-    code = 1
-    try:
-        code = CrashTurns((first, *others), directory, options.seed, least).run()
-    finally:
-        if code:
-            say(f"logs are kept in {directory}")
-        elif options.state_dir is None:
-            shutil.rmtree(directory)
-    say(f"{time.monotonic() - begin:.0f} s")
-    return code
+    return run_in(
+        options.state_dir,
+        "crash-turns-",
+        lambda directory: CrashTurns((first, *others), directory, options.seed, least).run(),
+    )
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from orchestrator.config import load_config
 from orchestrator.tokens import FALLBACK_TEMPLATE
 from tests.acceptance.client import Conversation, Turn, say
 from tests.acceptance.faults import Fault, Window
+from tests.acceptance.program import add_state_dir, run_in
 from tests.acceptance.reader import Count, Reader, count_turns, oracle_tokens, turn_id_of
 from tests.service import ADMIN, RunningService
 
@@ -223,20 +221,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="6 turns and the three faults that hurt most")
     parser.add_argument("--seed", type=int, default=1, help="of the nonces")
-    parser.add_argument("--state-dir", type=Path, help="kept; none: a temporary one, kept only after a failure")
+    add_state_dir(parser)
     options = parser.parse_args()
-    begin = time.monotonic()
-    state_dir = options.state_dir or Path(tempfile.mkdtemp(prefix="main-job-"))
-    code = 1
-    try:
-        code = MainJob(plan(options.quick), state_dir, options.seed).run()
-    finally:
-        if code:
-            say(f"logs are kept in {state_dir}")
-        elif options.state_dir is None:
-            shutil.rmtree(state_dir)
-    say(f"{time.monotonic() - begin:.0f} s")
-    return code
+    return run_in(
+        options.state_dir, "main-job-", lambda state_dir: MainJob(plan(options.quick), state_dir, options.seed).run()
+    )
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ Prints a table, one row for each check; progress goes to stderr. Exit code 1 whe
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from rich.table import Table
 from orchestrator.config import load_config
 from tests.acceptance import sdk_agents, sdk_langchain, sdk_openai
 from tests.acceptance.client import say
+from tests.acceptance.program import add_state_dir, run_in
 from tests.acceptance.sdk_talk import Check, Target
 from tests.service import RunningService
 
@@ -89,27 +88,20 @@ def show(rows: list[Row]) -> None:
     Console(width=200).print(table)
 
 
+def verdict(rows: list[Row]) -> int:
+    """The exit code, once the table has been shown."""
+    show(rows)
+    failed = sum(row.failed for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} checks held")
+    return 1 if failed else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the fake model alone")
-    parser.add_argument("--state-dir", type=Path, help="kept; none: a temporary one, kept only after a failure")
+    add_state_dir(parser)
     options = parser.parse_args()
-    begin = time.monotonic()
-    state_dir = options.state_dir or Path(tempfile.mkdtemp(prefix="sdk-clients-"))
-    code = 1
-    try:
-        rows = run(state_dir, quick=options.quick)
-        show(rows)
-        failed = sum(row.failed for row in rows)
-        print(f"{len(rows) - failed} of {len(rows)} checks held")
-        code = 1 if failed else 0
-    finally:
-        if code:
-            say(f"logs are kept in {state_dir}")
-        elif options.state_dir is None:
-            shutil.rmtree(state_dir)
-    say(f"{time.monotonic() - begin:.0f} s")
-    return code
+    return run_in(options.state_dir, "sdk-clients-", lambda state_dir: verdict(run(state_dir, quick=options.quick)))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,8 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -47,6 +45,7 @@ from orchestrator.contexts import HostContexts, parse
 from orchestrator.diagnosis import conclude
 from tests.acceptance.client import say
 from tests.acceptance.main_job import QUESTIONS
+from tests.acceptance.program import add_state_dir, run_in
 from tests.acceptance.reader import Reader, count_turns
 from tests.acceptance.storm_clients import (
     MODELS,
@@ -453,20 +452,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="40 requests of 6 clients, 2 kills")
     parser.add_argument("--seed", type=int, default=3, help="of requests, cancels and victims")
     parser.add_argument("--json", action="store_true", help="one object instead of the table")
-    parser.add_argument("--state-dir", type=Path, help="kept; none: a temporary one, kept only after a failure")
+    add_state_dir(parser)
     options = parser.parse_args()
-    begin = time.monotonic()
-    directory = options.state_dir or Path(tempfile.mkdtemp(prefix="swap-storm-"))
-    code = 1
-    try:
-        code = Storm(QUICK if options.quick else FULL, directory, options.seed).run(options.json)
-    finally:
-        if code:
-            say(f"logs are kept in {directory}")
-        elif options.state_dir is None:
-            shutil.rmtree(directory)
-    say(f"{time.monotonic() - begin:.0f} s")
-    return code
+    return run_in(
+        options.state_dir,
+        "swap-storm-",
+        lambda directory: Storm(QUICK if options.quick else FULL, directory, options.seed).run(options.json),
+    )
 
 
 if __name__ == "__main__":

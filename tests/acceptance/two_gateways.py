@@ -19,11 +19,8 @@ or doubled, a session moved without a reason or did not move with one, or the ki
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import tempfile
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, pairwise
@@ -38,6 +35,7 @@ from policies.routing import pick
 from tests.acceptance.client import Conversation, Turn, say
 from tests.acceptance.faults import Fault, Window
 from tests.acceptance.placement import GatewayLoad, Hog, Hosts, Seen, risen
+from tests.acceptance.program import add_state_dir, run_in
 from tests.acceptance.reader import Reader, count_turns
 from tests.service import RunningService, wait_until
 
@@ -283,20 +281,13 @@ class TwoGateways:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 sessions, 5 rounds")
-    parser.add_argument("--state-dir", type=Path, help="kept; none: a temporary one, kept only after a failure")
+    add_state_dir(parser)
     options = parser.parse_args()
-    begin = time.monotonic()
-    state_dir = options.state_dir or Path(tempfile.mkdtemp(prefix="two-gateways-"))
-    code = 1
-    try:
-        code = TwoGateways(*((4, QUICK_ROUNDS) if options.quick else (6, ROUNDS)), state_dir).run()
-    finally:
-        if code:
-            say(f"logs are kept in {state_dir}")
-        elif options.state_dir is None:
-            shutil.rmtree(state_dir)
-    say(f"{time.monotonic() - begin:.0f} s")
-    return code
+    return run_in(
+        options.state_dir,
+        "two-gateways-",
+        lambda state_dir: TwoGateways(*((4, QUICK_ROUNDS) if options.quick else (6, ROUNDS)), state_dir).run(),
+    )
 
 
 if __name__ == "__main__":

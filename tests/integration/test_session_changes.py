@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 
 import orjson
 import pytest
@@ -31,6 +30,7 @@ BREAKS = {
         "if redis.call('EXISTS', lease) == 1 then",
         "if false then",
     ),
+    "test_an_edit_is_held_to": ("session_store/lua/change_item.lua", "then return {'changed'} end", "then end"),
     "test_deleted_items_are_in": ("session_store/items.py", "if not data.endswith(b'\"gone\":true}')", ""),
     "test_a_window_is_read": ("session_store/lua/begin_turn.lua", "and bytes <= window_bytes do", "do"),
     "test_a_fork_of_a_long": ("session_store/changing.py", "            at += len(chunk)\n", "            at += 0\n"),
@@ -91,7 +91,7 @@ async def test_a_change_sent_again_changes_nothing_more(redis_server: EmbeddedRe
         assert (await store.session_info(T, S)).version == 2
         assert await items_of(store) == ["a", "b"]
         wire.lose_answers = 1
-        await store.replace_item(T, S, replace(chat("a")[0], body=message("user", "A")))
+        await store.replace_item(T, S, "i0", message("user", "A"))
         assert (await store.session_info(T, S)).version == 3
         assert raw.llen(session_keys(T, S).old) == 1
         await store.close()
@@ -102,7 +102,7 @@ async def test_a_session_that_a_turn_runs_on_is_not_changed(store: SessionStore)
     begun = await begin(store, T, S, "t1")
     for change in (
         store.add_items(T, S, chat("x"), "c"),
-        store.replace_item(T, S, chat("x")[0]),
+        store.replace_item(T, S, "i0", message("user", "x")),
         store.delete_item(T, S, "i0"),
     ):
         with pytest.raises(SessionBusy):
@@ -115,13 +115,33 @@ async def test_an_item_is_superseded_in_its_place_and_what_it_was_is_kept(
     store: SessionStore, raw: redis.Redis
 ) -> None:
     await store.create_session(T, S, chat("a", "b", "c"))
-    await store.replace_item(T, S, Item("i1", "c1", 1.0, message("user", "B")))
+    await store.replace_item(T, S, "i1", message("user", "B"))
     assert await items_of(store) == ["a", "B", "c"]
     assert [Item.from_json(old).text for old in raw.lrange(session_keys(T, S).old, 0, -1)] == ["b"]
     with pytest.raises(BadRequest, match="stays one"):
-        await store.replace_item(T, S, Item("i1", "c1", 1.0, message("system", "B")))
+        await store.replace_item(T, S, "i1", message("system", "B"))
     with pytest.raises(ItemNotFound):
-        await store.replace_item(T, S, Item("nowhere", "c1", 1.0, message("user", "B")))
+        await store.replace_item(T, S, "nowhere", message("user", "B"))
+
+
+async def test_an_edit_is_held_to_what_the_item_is_when_it_is_made(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted and added again as something else between our look and our change."""
+    await store.create_session(T, S, chat("a"))
+    read = store.read_stored
+
+    async def then_changed(*where: str) -> bytes:
+        stored = await read(*where)
+        monkeypatch.setattr(store, "read_stored", read)
+        await store.delete_item(T, S, "i0")
+        await store.add_items(T, S, [Item("i0", "c9", 9.0, message("system", "rules"))], "c9")
+        return stored
+
+    monkeypatch.setattr(store, "read_stored", then_changed)
+    with pytest.raises(BadRequest, match="system message and stays one"):
+        await store.replace_item(T, S, "i0", message("user", "A"))
+    assert await items_of(store) == ["rules"]
 
 
 async def test_deleted_items_are_in_no_window_and_no_page(store: SessionStore) -> None:

@@ -494,7 +494,7 @@ async def test_no_script_crosses_a_cluster_slot(cluster_node: str) -> None:
         assert len((await store.list_sessions("a/b")).sessions) == 1
         await store.create_session("a/b", "made", said("t1", ("system", "s"), ("user", "q")), metadata={"k": "v"})
         await store.add_items("a/b", "made", said("t2", ("user", "q")), "c1")
-        await store.replace_item("a/b", "made", said("t2", ("user", "q2"))[0])
+        await store.replace_item("a/b", "made", "t2.0", message("user", "q2"))
         await store.delete_item("a/b", "made", "t2.0")
         await store.set_metadata("a/b", "made", {})
         await store.fork_session("a/b", "made", "fork")

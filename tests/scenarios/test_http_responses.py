@@ -44,6 +44,27 @@ BREAKS = {
     "test_a_fork": ("session_store/changing.py", "min(end, start + CHUNK_ITEMS)", "(start + CHUNK_ITEMS)"),
     "test_an_item_is": ("session_store/lua/change_item.lua", "redis.call('LSET', items, at, ARGV[2])", ""),
     "test_a_list_goes": ("session_store/reading.py", "len(found) > count)", "False)"),
+    "test_only_stored_responses": ("orchestrator/turn.py", 'goes_on = "response" in ask.reply', "goes_on = True"),
+    "test_a_key_that_was": ("orchestrator/api/responses.py", "{body.previous_response_id}", ""),
+    "test_an_edited_answer": ("session_store/changing.py", "body=body, ids=None", "body=body, ids=None, model=None"),
+    "test_a_running_response": (
+        "orchestrator/api/responses.py",
+        'if turn.status == "running":\n            raise',
+        "if False:\n            raise",
+    ),
+    "test_store_false_is_told": (
+        "orchestrator/api/responses.py",
+        "History(items, unread, known)",
+        "History(items, unread, frozenset())",
+    ),
+    "test_store_false_goes_on": (
+        "orchestrator/api/responses.py",
+        "ask = await self._without_trace(ask)\n            progress",
+        "pass\n            progress",
+    ),
+    "test_a_limit_that_is_none": ("orchestrator/api/conversations.py", "and len(limit) < 10", ""),
+    "test_a_deleted_response": ("session_store/lua/delete_turn.lua", "redis.call('HDEL', turns, ARGV[1])", ""),
+    "test_what_is_sent_back": ("policies/errors.py", "_short(self.message, MOST_SAID)", "self.message"),
     "test_bad_items": ("orchestrator/api/items.py", "if kind is None:", "if False:"),
 }
 TOOLS = [{"type": "function", "name": "look_up", "parameters": {"type": "object", "properties": {}}}]
@@ -496,10 +517,11 @@ for _ in range(200):
         ({"conversation": {"name": "x"}}, 400, "conversation.name"),
         ({"model": "nope"}, 404, "model"),
         ({"background": True}, 400, "background"),
+        ({"background": 0}, 400, "background"),
         ({"text": {"format": {"type": "json_object"}}}, 400, "text"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
-        ({"metadata": {"k": "v" * 513}}, 400, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, 400, "metadata.k"),
         ({"no_such_field": 1}, 400, "no_such_field"),
     ],
 )  # fmt: skip

@@ -54,7 +54,7 @@ BREAKS = {
         "local busy = held[1] and held[1] ~= turn",
         "local busy = false",
     ),
-    "test_E37_a_second_turn_waits": ("session_store/store.py", "if left_seconds <= 0:", "if True:"),
+    "test_E37_a_second_turn_waits": ("session_store/changing.py", "if left_seconds <= 0:", "if True:"),
     "test_E37_one_that_leaves": ("orchestrator/turn.py", "if not committed:", "if False:"),
     "test_E59_every": (
         "orchestrator/api/wire.py",

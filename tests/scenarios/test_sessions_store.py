@@ -350,7 +350,7 @@ async def test_S31_a_history_written_piece_by_piece_is_read_back_whole(
         else:
             await store.add_items("acme", "s", said(f"t{n}", ("user", f"a{n}"), ("user", f"b{n}")), f"c{n}")
             expected += [f"a{n}", f"b{n}"]
-    await store.replace_item("acme", "s", said("t3", ("user", "edited"))[0])
+    await store.replace_item("acme", "s", "t3.0", message("user", "edited"))
     expected[expected.index("a3")] = "edited"
     await store.delete_item("acme", "s", "t6.1")
     expected.remove("b6")

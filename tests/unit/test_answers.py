@@ -15,13 +15,12 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from engine.detokenizer import TextStream
 from orchestrator import answers
 from orchestrator.answers import Conversation, keep, recall
-from orchestrator.asks import Ask, Place
+from orchestrator.asks import Ask, History, Place
 from orchestrator.config import ModelConfig, TenantConfig
 from orchestrator.prompting import Prompter
 from orchestrator.tokens import ChatTokenizer, Encoder, load_tokenizer
 from policies.errors import BadRequest, ContextLengthExceeded
 from session_store.items import Item, message
-from session_store.records import Begun
 from tests.engine_helpers import TEXT, byte_fallback_tokenizer, byte_level_tokenizer
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}<assistant>"
@@ -347,7 +346,7 @@ def turn_prompt(items: Sequence[Item], tokenizer: ChatTokenizer, model: str = "m
         max_tokens=None, place=Place("s"),
     )  # fmt: skip
     new = [Item("?", "?", 1.0, message("user", "?"))]
-    made = Prompter({model: tokenizer}).prompt(ask, Begun("t", "s", "x", 1, 0, tuple(items), 0), new)
+    made = Prompter({model: tokenizer}).prompt(ask, History(tuple(items), 0, frozenset()), new)
     assert made.truncation is not None
     return made.token_ids, made.truncation.prompt_tokens
 

@@ -54,7 +54,7 @@ class Actor:
             self.loads.append(asyncio.get_running_loop().create_future())
             return await self.loads[-1]
         elif verb == "watch":
-            await asyncio.sleep(1e6)
+            await asyncio.Event().wait()
         elif verb == "picture":
             return self._picture
         return None

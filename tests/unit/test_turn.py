@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,10 +16,18 @@ from orchestrator.messages import NewItem
 from orchestrator.progress import Progress
 from orchestrator.tokens import load_tokenizer
 from orchestrator.turn import TurnRunner
-from policies.errors import EngineError, LeaseLost, OrchestratorError, StoreUnavailable
+from policies.errors import EngineError, LeaseLost, OrchestratorError, StoreUnavailable, TurnCancelled
 from session_store.items import Item, message
-from session_store.records import Begun
+from session_store.records import Begun, StoredTurn
 
+BREAKS = {
+    "test_a_turn_that_another": ("orchestrator/turn.py", 'turn.status == "cancelled"', "False"),
+    "test_done_comes_only": (
+        "orchestrator/turn.py",
+        "            done = _done(last, progress, calls=bool(answer.calls))\n",
+        "            done = _done(last, progress, calls=bool(answer.calls))\n            yield done\n",
+    ),
+}
 MODEL = ModelConfig(name="m", source="fake", memory=1, max_model_len=256, default_max_tokens=16)
 TENANT = TenantConfig(name="t")
 
@@ -33,6 +42,7 @@ class FakeStore:
         self.fail = fail
         self.committed: Any = None
         self.items: tuple[Item, ...] = ()
+        self.status = "running"
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -46,7 +56,9 @@ class FakeStore:
     async def reserve(self, *_: Any, **__: Any) -> None:
         self._call("reserve")
 
-    async def commit_turn(self, begun: Begun, items: Any, truncation: Any, reply: Any, used_tokens: int) -> int:
+    async def commit_turn(
+        self, begun: Begun, items: Any, truncation: Any, reply: Any, used_tokens: int, *, goes_on: bool
+    ) -> int:
         self._call("commit")
         self.committed = (items, reply, used_tokens)
         return 1
@@ -59,6 +71,9 @@ class FakeStore:
 
     async def renew(self, *_: Any) -> None:
         self._call("renew")
+
+    async def read_turn(self, tenant: str, session_id: str, turn_id: str) -> StoredTurn:
+        return StoredTurn(turn_id, self.status)
 
     async def renew_reservation(self, *_: Any) -> bool:
         self._call("renew_reservation")
@@ -209,6 +224,20 @@ async def test_a_lost_lease_ends_the_turn() -> None:
     with pytest.raises(LeaseLost):
         await anext(events)
     assert store.calls == ["begin", "abort"]
+
+
+@pytest.mark.parametrize(("status", "error"), [("cancelled", TurnCancelled), ("completed", LeaseLost)])
+async def test_a_turn_that_another_gateway_has_cancelled_says_so(status: str, error: type[Exception]) -> None:
+    """It hears of it when it renews its lease."""
+    store, progress = FakeStore(renew=LeaseLost("taken")), Progress(0.0)
+    store.lease_ttl_seconds, store.status = 0.0, status
+    events = runner(store, FakeGenerator(["a", "b", "c"])).run(ask(), progress)
+    with pytest.raises(error):
+        async for _ in events:
+            async with asyncio.timeout(5):
+                while progress.aborted is None:  # noqa: ASYNC110 — there is no event to wait for
+                    await asyncio.sleep(0)
+    assert store.calls[-1] == "abort"
 
 
 async def test_a_stateless_request_reserves_and_settles_once() -> None:
