@@ -95,7 +95,7 @@ class DiskStore:
             return True
         path = self._path(model, key)
         try:
-            with self._unavailable(), write_temporary(path, (header, kv.data)) as temporary:
+            with self._unavailable(), write_temporary(path, (header, kv.data), make_directories=True) as temporary:
                 return self._index.run(partial(self._publish, key=key, booked=booked, temporary=temporary, path=path))
         except BaseException:
             with suppress(DiskUnavailable):

@@ -27,9 +27,9 @@ class Damaged(Exception):
 
 
 @contextmanager
-def write_temporary(path: Path, parts: Iterable[bytes | memoryview]) -> Iterator[Path]:
+def write_temporary(path: Path, parts: Iterable[bytes | memoryview], make_directories: bool = False) -> Iterator[Path]:
     """The parts, synced, in a new file (mode 0600) beside ``path``, to be renamed; else it is removed. OSError."""
-    handle, name = _temporary(path)
+    handle, name = _temporary_in_new_directories(path) if make_directories else _temporary(path)
     try:
         with os.fdopen(handle, "wb") as file:
             file.writelines(parts)
@@ -42,11 +42,15 @@ def write_temporary(path: Path, parts: Iterable[bytes | memoryview]) -> Iterator
 
 
 def _temporary(path: Path) -> tuple[int, str]:
+    return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+
+
+def _temporary_in_new_directories(path: Path) -> tuple[int, str]:
     for last in (False, True):
         path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+            return _temporary(path)
         except FileNotFoundError:  # another process just removed the empty directory
             if last:
                 raise

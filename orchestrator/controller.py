@@ -66,7 +66,6 @@ class Controller:
         self._name = f"controller-{os.getpid()}"
         self._loading = 0  # loads that run now
         self._ending: dict[HostRef, tuple[Any, HostPicture | None]] = {}  # killed, and not seen gone yet
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._pool = Pool(
             plan.models,
             {name: budget for name, budget, _ in plan.devices},
@@ -461,11 +460,9 @@ class Controller:
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = start_detached(work)
-        self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._log.error("task_failed", error=repr(task.exception()))
 

@@ -12,7 +12,12 @@ import contextvars
 from collections.abc import Coroutine
 from typing import Any
 
+_running: set[asyncio.Task[Any]] = set()  # asyncio itself keeps no task alive
+
 
 def start_detached(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """A task in an empty context: no child of the running call. The caller keeps the reference."""
-    return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+    """A task in an empty context: no child of the running call. It runs to its end, held by anybody or not."""
+    task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+    _running.add(task)
+    task.add_done_callback(_running.discard)
+    return task

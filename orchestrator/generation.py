@@ -85,7 +85,6 @@ class Generator:
         self._routes = routes
         self._deadline_seconds = deadline_seconds
         self._room = WaitingRoom(controller)
-        self._abandoning: set[asyncio.Task[None]] = set()
 
     async def outputs(self, request: GenerationRequest, model: str, progress: Progress) -> AsyncGenerator[Output]:
         """The outputs of a generation, contiguous over host deaths; ends after a final one or raises.
@@ -155,9 +154,7 @@ class Generator:
         Detached: Ray cancels what a cancelled request has sent, this too.
         """
         if ticket is not None:
-            task = start_detached(self._send_abandon(ticket))
-            self._abandoning.add(task)
-            task.add_done_callback(self._abandoning.discard)
+            start_detached(self._send_abandon(ticket))
 
     async def _send_abandon(self, ticket: str) -> None:
         with contextlib.suppress(RayError):  # a dead controller has forgotten it

@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import orjson
 from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from engine.protocol import TokenLogprob
 from orchestrator.asks import Ask, Called, Done, Event, Piece, Started
+from orchestrator.detached import start_detached
 from orchestrator.logs import note_bug
 from orchestrator.metrics import GatewayMetrics
 from orchestrator.progress import Progress
@@ -91,19 +93,16 @@ class Delivery(ABC):
 
     async def stream(self, events: AsyncGenerator[Event], hold_seconds: float) -> Response:
         """No header leaves before the first token or the hold; until then a failure has its true status code."""
-        first = asyncio.ensure_future(anext(events, _END))
+        reading = _Reading(events)
         try:
-            await asyncio.wait({first}, timeout=hold_seconds)
+            await asyncio.wait({reading.next}, timeout=hold_seconds)
         except asyncio.CancelledError:
-            await _abandon(first, events)
+            start_detached(reading.abandon())
             raise
-        head = first.result() if first.done() else None  # raises the true error
+        head = reading.next.result() if reading.next.done() else None  # raises the true error
         self.started = head if isinstance(head, Started) else None
-        return StreamingResponse(
-            self._sse(first, events),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", **self._headers()},
-        )
+        headers = {"Cache-Control": "no-cache", **self._headers()}
+        return _EventStream(self._sse(reading), reading.abandon, headers)
 
     def timing(self, done: Done | None) -> str:
         """Milliseconds: waiting for the model, in the engine's queue, prefill, decode."""
@@ -128,30 +127,27 @@ class Delivery(ABC):
             case Called():
                 self.called = event
 
-    async def _sse(self, first: asyncio.Future[Any], events: AsyncGenerator[Event]) -> AsyncIterator[bytes]:
-        pending = first
+    async def _sse(self, reading: _Reading) -> AsyncIterator[bytes]:
         try:
-            if not first.done():
+            if not reading.next.done():
                 yield self._comment()
             while True:
-                done, _ = await asyncio.wait({pending}, timeout=KEEPALIVE_SECONDS)
+                done, _ = await asyncio.wait({reading.next}, timeout=KEEPALIVE_SECONDS)
                 if not done:
                     yield self._comment()
                     continue
-                event = pending.result()
+                event = reading.next.result()
                 if event is _END:
                     return
                 self._take(event)
                 for chunk in self.chunks(event):
                     yield chunk
-                pending = asyncio.ensure_future(anext(events, _END))
+                reading.go_on()
         except OrchestratorError as error:
             yield self.failure(error)
         except Exception as error:  # noqa: BLE001 — boundary: a bug must not look like the end of an answer
             note_bug(error, turn=self.ask.turn_id)
             yield self.failure(OrchestratorError(f"internal error in {self.ask.turn_id}: {type(error).__name__}"))
-        finally:
-            await _abandon(pending, events)
 
     def _comment(self) -> bytes:
         waited = time.time() - self.ask.arrival
@@ -173,10 +169,40 @@ class Delivery(ABC):
         return headers
 
 
-async def _abandon(pending: asyncio.Future[Any], events: AsyncGenerator[Event]) -> None:
-    """End a turn nobody reads any more."""
-    if not pending.done():  # else its outcome has been heard
-        pending.cancel()
-        with contextlib.suppress(asyncio.CancelledError, OrchestratorError, StopAsyncIteration):
-            await pending
-    await events.aclose()
+class _Reading:
+    """A turn's events, the next one asked for already, so that waiting for it can be interrupted."""
+
+    def __init__(self, events: AsyncGenerator[Event]) -> None:
+        self._events = events
+        self.go_on()
+
+    def go_on(self) -> None:
+        self.next: asyncio.Future[Any] = asyncio.ensure_future(anext(self._events, _END))
+
+    async def abandon(self) -> None:
+        """End a turn nobody reads any more."""
+        if not self.next.done():  # else its outcome has been heard
+            self.next.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OrchestratorError, StopAsyncIteration):
+                await self.next
+        await self._events.aclose()
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events whose source is ended however the sending ends.
+
+    A client may leave while a chunk is sent, or the headers are: Starlette then drops the source where it stands, and
+    its ``finally`` would wait for a garbage collection. Detached: the request that left is being cancelled.
+    """
+
+    def __init__(
+        self, chunks: AsyncIterator[bytes], end: Callable[[], Coroutine[Any, Any, None]], headers: Any
+    ) -> None:
+        super().__init__(chunks, media_type="text/event-stream", headers=headers)
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            start_detached(self._end())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.unit.test_turn import ask
 BREAKS = {
     "test_a_bug_after": ("orchestrator/api/delivery.py", "except Exception as error:", "except LookupError as error:"),
     "test_a_bug_of_ours": ("orchestrator/api/delivery.py", "note_bug(error, turn=self.ask.turn_id)", "pass"),
+    "test_a_turn_ends": ("orchestrator/api/delivery.py", "start_detached(self._end())", "pass"),
 }
 
 
@@ -32,6 +34,33 @@ class Plain(Delivery):
 
     def failure(self, error: OrchestratorError) -> bytes:
         return b"failed: " + error.message.encode()
+
+
+@pytest.mark.parametrize("stuck", ["http.response.start", "http.response.body"])
+async def test_a_turn_ends_when_its_client_leaves_while_something_is_sent(stuck: str) -> None:
+    """Starlette drops the source of a body where it stands; without help it ran until a garbage collection."""
+    ended, left = asyncio.Event(), asyncio.Event()
+
+    async def events() -> AsyncGenerator[Event]:
+        try:
+            yield Started(None, None, 0.0)
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == stuck:
+            left.set()
+            await asyncio.Event().wait()
+
+    async def receive() -> MutableMapping[str, Any]:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    response = await Plain(ask(None), Progress(0.0), lambda *_: None).stream(events(), 5.0)
+    await response({"type": "http"}, receive, send)
+    await asyncio.wait_for(ended.wait(), 5)
+    assert response is not None  # alive all the time, so that no collection can have helped
 
 
 async def told(error: Exception) -> list[bytes]:
