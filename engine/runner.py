@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from engine.attention.kv import KVMemory
-from engine.attention.paged import Probe, StepState, current_step
-from engine.attention.torch_blocks import Span
+from engine.attention.paged import Probe, current_step
+from engine.attention.step import Span, Step
+from engine.attention.torch_blocks import TorchStep
 from engine.scheduler import Chunk
 
 
@@ -19,6 +20,7 @@ class Runner:
         self._model = model
         self._device = device
         self._block_size = block_size
+        self._step = step_on(device)
 
     def probe(self, token_ids: Sequence[int]) -> tuple[Probe, torch.Tensor]:
         """One plain forward that records which layers call our attention, and how; and its scores ``[1, V]``."""
@@ -39,12 +41,10 @@ class Runner:
             positions += range(chunk.start, end)
             if chunk.samples:
                 rows.append(len(ids) - 1)
-        written = torch.cat([span.written() for span in spans])
-        state = StepState(kv, spans, written.to(self._device))
-        return self._forward(state, ids, positions, rows)
+        return self._forward(self._step(kv, spans), ids, positions, rows)
 
-    def _forward(self, state: StepState | Probe, ids: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
-        token = current_step.set(state)
+    def _forward(self, step: Step, ids: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
+        token = current_step.set(step)
         try:
             with torch.inference_mode():
                 out = self._model(
@@ -57,3 +57,12 @@ class Runner:
             current_step.reset(token)
         logits: torch.Tensor = out.logits[0]
         return logits.float()
+
+
+def step_on(device: str) -> Callable[[KVMemory, list[Span]], Step]:
+    """How attention is computed there."""
+    if device == "cpu":
+        return TorchStep
+    from engine.attention.triton_step import TritonStep  # only where there is a device to compile for
+
+    return TritonStep

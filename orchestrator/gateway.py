@@ -40,6 +40,7 @@ from orchestrator.links import Links, snapshot_of
 from orchestrator.logs import event_logger
 from orchestrator.metrics import GatewayMetrics, expose
 from orchestrator.pool_words import PoolPicture
+from orchestrator.ray_errors import client_left
 from orchestrator.tenants import Tenants
 from orchestrator.tokens import ChatTokenizer, load_tokenizer
 from orchestrator.turn import TurnRunner
@@ -83,7 +84,8 @@ async def _theirs(request: Request, error: HTTPException) -> Response:
 @app.exception_handler(Exception)
 async def _bug(request: Request, error: Exception) -> Response:
     """A bug of ours: said plainly, with the id to look for in the log."""
-    logs.note_bug(error, request=request.state.request_id, method=request.method, path=request.url.path)
+    if not client_left(error):
+        logs.note_bug(error, request=request.state.request_id, method=request.method, path=request.url.path)
     return error_response(
         OrchestratorError(f"internal error in request {request.state.request_id}: {type(error).__name__}")
     )

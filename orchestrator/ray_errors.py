@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayTaskError, TaskCancelledError
 
 
 def said(error: BaseException) -> str:
@@ -11,3 +11,10 @@ def said(error: BaseException) -> str:
         error = error.cause
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def client_left(error: BaseException) -> bool:
+    """Is it nothing but Ray's word for that? Serve cancels the call; whoever waits for it may be in task groups."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(client_left(each) for each in error.exceptions)
+    return isinstance(error, TaskCancelledError)

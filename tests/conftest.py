@@ -12,6 +12,7 @@ from tests.conftest_redis import raw, redis_server, store
 from tests.service import RunningService
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TRITON_INTERPRET"] = "1"  # Triton decides when it is first imported, and transformers may be the first
 
 __all__ = ["fake_service", "raw", "redis_server", "store"]
 

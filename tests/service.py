@@ -40,6 +40,7 @@ class RunningService:
     def __init__(self, config: Path, state_dir: Path, environment: Mapping[str, str] | None = None) -> None:
         self.config = config
         self.environment = os.environ | (environment or {})
+        self.environment.pop("TRITON_INTERPRET", None)  # of the tests' own process
         self.state_dir = state_dir
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"

@@ -1,8 +1,8 @@
 """Owns the one attention function registered with transformers.
 
-The model code calls it for every layer with rotated, unrepeated heads; it stores keys and values in the pool and
-attends over it. The state of the step travels in a ContextVar: some families drop custom keyword arguments, and a
-global would break two engines in one process.
+The model code calls it for every layer with rotated, unrepeated heads; the step that runs does the rest. The step
+travels in a ContextVar: some families drop custom keyword arguments, and a global would break two engines in one
+process.
 """
 
 from __future__ import annotations
@@ -15,19 +15,12 @@ import torch
 from transformers import AttentionInterface
 
 from engine.attention import reference
-from engine.attention.kv import KVMemory, LayerShape
-from engine.attention.torch_blocks import Score, Span, attend
+from engine.attention.kv import LayerShape
+from engine.attention.step import Score, Step
 
 NAME = "orchestrator_paged"
 
-
-@dataclass(slots=True)
-class StepState:
-    """What attention must know about the step being run."""
-
-    kv: KVMemory
-    spans: list[Span]
-    slots: torch.Tensor  # [T] where each row's key and value go
+current_step: ContextVar[Step] = ContextVar("current_step")
 
 
 @dataclass(slots=True)
@@ -37,8 +30,22 @@ class Probe:
     layers: dict[int, LayerShape] = field(default_factory=dict)
     dispatches: dict[int, int] = field(default_factory=dict)
 
-
-current_step: ContextVar[StepState | Probe] = ContextVar("current_step")
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
+    ) -> torch.Tensor:
+        self.layers[layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2], score.window)
+        self.dispatches[layer] = self.dispatches.get(layer, 0) + 1
+        out = reference.attend(
+            query,
+            key,
+            value,
+            start=0,
+            scale=score.scale,
+            window=score.window,
+            softcap=score.softcap,
+            sinks=score.sinks,
+        )
+        return out.transpose(0, 1)
 
 
 def paged_attention(
@@ -54,32 +61,9 @@ def paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The hook (shapes: query ``[1, Hq, T, D]``, key and value ``[1, Hkv, T, D]`` → ``[1, T, Hq, Dv]``)."""
-    step = current_step.get()
     layer: int = module.layer_idx  # type: ignore[assignment]
     score = Score(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
-    if isinstance(step, Probe):
-        return _probe(step, layer, query[0], key[0], value[0], score)[None], None
-    step.kv.keys[layer].index_copy_(0, step.slots, key[0].transpose(0, 1))
-    step.kv.values[layer].index_copy_(0, step.slots, value[0].transpose(0, 1))
-    return attend(query[0], step.kv, layer, step.spans, score)[None], None
-
-
-def _probe(
-    probe: Probe, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
-) -> torch.Tensor:
-    probe.layers[layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2], score.window)
-    probe.dispatches[layer] = probe.dispatches.get(layer, 0) + 1
-    out = reference.attend(
-        query,
-        key,
-        value,
-        start=0,
-        scale=score.scale,
-        window=score.window,
-        softcap=score.softcap,
-        sinks=score.sinks,
-    )
-    return out.transpose(0, 1)
+    return current_step.get().attend(layer, query[0], key[0], value[0], score)[None], None
 
 
 AttentionInterface.register(NAME, paged_attention)

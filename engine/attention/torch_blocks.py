@@ -6,91 +6,61 @@ is FlashAttention's and Flash-Decoding's.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import torch
 import torch.nn.functional as F
 
 from engine.attention import reference
 from engine.attention.kv import KVMemory
-from engine.context import NO_BLOCK
+from engine.attention.step import Score, Span
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One request's part of a step: rows ``first..first+count-1`` are its tokens ``start..start+count-1``."""
+class TorchStep:
+    """A step whose attention is computed by torch; see ``step.Step``."""
 
-    first: int
-    count: int
-    start: int
-    blocks: torch.Tensor  # [n] block ids of its tokens hidden..start+count-1
-    block_size: int
-    hidden: int  # of its first tokens, whole blocks of them: before every layer's window, their KV is let go
-    adjoining: bool  # do the blocks follow each other? Then nothing is gathered
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by window, shared by the layers of a step
+    def __init__(self, kv: KVMemory, spans: list[Span]) -> None:
+        self._kv = kv
+        self._slots = torch.tensor([slot for span in spans for slot in span.written()])
+        self._reads = [_Read(span) for span in spans]
 
-    @classmethod
-    def over(cls, table: Sequence[int], block_size: int, *, first: int, start: int, count: int) -> Span:
-        """The span of a request with this block table."""
-        used = table[: -(-(start + count) // block_size)]
-        unseen = sum(block == NO_BLOCK for block in used)
-        used = used[unseen:]
-        adjoining = all(b - a == 1 for a, b in itertools.pairwise(used))
-        return cls(first, count, start, torch.tensor(used), block_size, unseen * block_size, adjoining)
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
+    ) -> torch.Tensor:
+        keys, values = self._kv.keys[layer], self._kv.values[layer]
+        keys.index_copy_(0, self._slots, key.transpose(0, 1))
+        values.index_copy_(0, self._slots, value.transpose(0, 1))
+        out = query.new_empty(query.shape[1], query.shape[0], values.shape[2])
+        for read in self._reads:
+            span = read.span
+            rows = slice(span.first, span.first + span.count)
+            skip = _unseen(span, score.window)
+            one = _attend_one(query[:, rows], read.tokens(keys, skip), read.tokens(values, skip), read, score)
+            out[rows] = one.transpose(0, 1)
+        return out
 
-    @property
-    def length(self) -> int:
-        return self.start + self.count
 
-    def written(self) -> torch.Tensor:
-        """Slots ``[count]`` of its new tokens."""
-        positions = torch.arange(self.start - self.hidden, self.length - self.hidden)
-        return self.blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+class _Read:
+    """How one span reads its tokens, the same in every layer of a step."""
 
-    def read(self, store: torch.Tensor, skip: int) -> torch.Tensor:
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self._adjoining = span.adjoining
+        self._blocks = torch.tensor(span.blocks)
+        self.masks: dict[int, torch.Tensor] = {}  # by window
+
+    def tokens(self, store: torch.Tensor, skip: int) -> torch.Tensor:
         """``[H, length - skip, D]``: its tokens from ``skip`` on, out of ``store`` ``[slots, H, D]``.
 
-        Whole blocks are gathered: a row of one token is too short for a fast copy.
+        Whole blocks are gathered: a row of one token is too short for a fast copy. Those that adjoin are not gathered.
         """
-        skip, length = skip - self.hidden, self.length - self.hidden
-        if self.adjoining:
-            begin = int(self.blocks[0]) * self.block_size
+        size = self.span.block_size
+        skip, length = skip - self.span.hidden, self.span.length - self.span.hidden
+        if self._adjoining:
+            begin = self.span.blocks[0] * size
             return store[begin + skip : begin + length].transpose(0, 1)
-        before = skip // self.block_size
-        blocks = store.view(-1, self.block_size, *store.shape[1:]).index_select(0, self.blocks[before:])
-        inside = before * self.block_size
+        before = skip // size
+        blocks = store.view(-1, size, *store.shape[1:]).index_select(0, self._blocks[before:])
+        inside = before * size
         return blocks.flatten(0, 1)[skip - inside : length - inside].transpose(0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How scores are formed in one layer."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-
-def attend(query: torch.Tensor, kv: KVMemory, layer: int, spans: list[Span], score: Score) -> torch.Tensor:
-    """Attention of all rows of a step.
-
-    Args:
-        query: ``[Hq, T, D]``; keys and values of these rows are already in ``kv``.
-
-    Returns:
-        ``[T, Hq, Dv]``.
-    """
-    keys, values = kv.keys[layer], kv.values[layer]
-    out = query.new_empty(query.shape[1], query.shape[0], values.shape[2])
-    for span in spans:
-        rows = slice(span.first, span.first + span.count)
-        skip = _unseen(span, score.window)
-        key, value = span.read(keys, skip), span.read(values, skip)
-        out[rows] = _attend_one(query[:, rows], key, value, span, score).transpose(0, 1)
-    return out
 
 
 def _unseen(span: Span, window: int | None) -> int:
@@ -98,14 +68,15 @@ def _unseen(span: Span, window: int | None) -> int:
     return 0 if window is None else max(0, span.start + 1 - window)
 
 
-def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score) -> torch.Tensor:
+def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, read: _Read, score: Score) -> torch.Tensor:
+    span = read.span
     # SDPA can do neither of the two, and its CPU kernel wants values as wide as keys
     if score.softcap is not None or score.sinks is not None or key.shape[2] != value.shape[2]:
         return _plain(query, key, value, span, score)
     if span.count == 1:
         return _decode(query, key, value, score.scale)
     if score.window is not None and span.length > score.window:
-        return _windowed(query, key, value, span, score)
+        return _windowed(query, key, value, read, score)
     return _causal(query, key, value, span.start, score.scale)
 
 
@@ -150,13 +121,13 @@ def _flash(
     return out[0], lse[0].to(out.dtype)
 
 
-def _windowed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, score: Score) -> torch.Tensor:
+def _windowed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, read: _Read, score: Score) -> torch.Tensor:
     """A chunk that reaches beyond the window needs a mask: ``[T, T + window]`` at most, made once a step."""
     assert score.window is not None
-    mask = span.masks.get(score.window)
+    mask = read.masks.get(score.window)
     if mask is None:
-        mask = reference.visible(span.start, span.count, key.shape[1], score.window, query.device)
-        span.masks[score.window] = mask
+        mask = reference.visible(read.span.start, read.span.count, key.shape[1], score.window, query.device)
+        read.masks[score.window] = mask
     out = F.scaled_dot_product_attention(
         query[None], key[None], value[None], attn_mask=mask, scale=score.scale, enable_gqa=True
     )

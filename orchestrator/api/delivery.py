@@ -19,6 +19,7 @@ from orchestrator.detached import start_detached
 from orchestrator.logs import note_bug
 from orchestrator.metrics import GatewayMetrics
 from orchestrator.progress import Progress
+from orchestrator.ray_errors import client_left
 from policies.errors import OrchestratorError
 
 KEEPALIVE_SECONDS = 2.0
@@ -146,7 +147,8 @@ class Delivery(ABC):
         except OrchestratorError as error:
             yield self.failure(error)
         except Exception as error:  # noqa: BLE001 — boundary: a bug must not look like the end of an answer
-            note_bug(error, turn=self.ask.turn_id)
+            if not client_left(error):
+                note_bug(error, turn=self.ask.turn_id)
             yield self.failure(OrchestratorError(f"internal error in {self.ask.turn_id}: {type(error).__name__}"))
 
     def _comment(self) -> bytes:

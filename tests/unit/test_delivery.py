@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi.responses import StreamingResponse
+from ray.exceptions import TaskCancelledError
 
 from orchestrator import logs
 from orchestrator.api.delivery import Delivery
@@ -21,6 +22,7 @@ from tests.unit.test_turn import ask
 BREAKS = {
     "test_a_bug_after": ("orchestrator/api/delivery.py", "except Exception as error:", "except LookupError as error:"),
     "test_a_bug_of_ours": ("orchestrator/api/delivery.py", "note_bug(error, turn=self.ask.turn_id)", "pass"),
+    "test_a_client_that_left": ("orchestrator/ray_errors.py", "isinstance(error, BaseExceptionGroup)", "False"),
     "test_a_turn_ends": ("orchestrator/api/delivery.py", "start_detached(self._end())", "pass"),
 }
 
@@ -92,3 +94,12 @@ async def test_a_bug_of_ours_is_in_the_log_with_its_traceback(tmp_path: Path, mo
     (line,) = (tmp_path / "log").read_text().splitlines()
     noted = json.loads(line)
     assert noted["event"] == "bug" and "RuntimeError: inside" in noted["cause"] and "Traceback" in noted["cause"]
+
+
+async def test_a_client_that_left_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve cancels the call, and that comes out of whatever waited, in as many groups as there were task groups."""
+    monkeypatch.setattr(logs, "of_process", [logs.event_logger(str(tmp_path / "log"))])
+    await told(ExceptionGroup("unhandled", [ExceptionGroup("unhandled", [TaskCancelledError()])]))
+    assert (tmp_path / "log").read_text() == ""
+    await told(ExceptionGroup("unhandled", [TaskCancelledError(), RuntimeError("inside")]))
+    assert "RuntimeError: inside" in (tmp_path / "log").read_text()

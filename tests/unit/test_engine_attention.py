@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from hypothesis import strategies as st
 
 from engine.attention import reference
 from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
-from engine.attention.torch_blocks import Score, Span, attend
-
-BLOCK = 4
-NAN = float("nan")
+from engine.attention.torch_blocks import TorchStep
+from tests.attention_cases import Case, Part, answers
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,30 +23,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@dataclass(frozen=True)
-class Part:
-    """One request's part of a step."""
-
-    start: int
-    count: int
-    adjoining: bool
-
-
-@dataclass(frozen=True)
-class Case:
-    kv_heads: int
-    group: int
-    head_dim: int
-    value_dim: int
-    parts: tuple[Part, ...]
-    window: int | None
-    softcap: float | None
-    sinks: bool
-    scale: float
-    seed: int
-
-
-parts = st.builds(Part, st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 40)), st.booleans())
+parts = st.builds(Part, st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 40)), st.booleans(), st.booleans())
 cases = st.builds(
     Case,
     kv_heads=st.sampled_from([1, 2, 3]),
@@ -87,54 +61,7 @@ def test_chunks_that_begin_around_the_edge_of_the_window(start: int, count: int)
 
 
 def compare(case: Case) -> None:
-    torch.manual_seed(case.seed)
-    heads, value_dim = case.kv_heads * case.group, case.value_dim or case.head_dim
-    shape = LayerShape(case.kv_heads, case.head_dim, value_dim, case.window)
-    blocks_of = [-(-(p.start + p.count) // BLOCK) for p in case.parts]
-    kv = KVMemory({3: shape}, (sum(blocks_of) + 2) * BLOCK, torch.float32, "cpu")
-    kv.keys[3].fill_(NAN)
-    kv.values[3].fill_(NAN)
-    free = list(range(sum(blocks_of) + 2))
-    spans, rows, expected = [], 0, []
-    query = torch.randn(heads, sum(p.count for p in case.parts), case.head_dim)
-    sinks = torch.randn(heads) if case.sinks else None
-    for part, count in zip(case.parts, blocks_of, strict=True):
-        if part.adjoining:
-            table = _adjoining(free, count)
-        else:
-            table = [free[i] for i in torch.randperm(len(free))[:count].tolist()]
-        free = [block for block in free if block not in table]
-        length = part.start + part.count
-        key, value = torch.randn(length, case.kv_heads, case.head_dim), torch.randn(length, case.kv_heads, value_dim)
-        flat = [table[i // BLOCK] * BLOCK + i % BLOCK for i in range(length)]
-        oldest = 0 if case.window is None else max(0, part.start + 1 - case.window)
-        for position in range(oldest, length):  # what lies before the window stays NaN: it must not be read
-            kv.keys[3][flat[position]], kv.values[3][flat[position]] = key[position], value[position]
-        spans.append(Span.over(table, BLOCK, first=rows, start=part.start, count=part.count))
-        expected.append(
-            reference.attend(
-                query[:, rows : rows + part.count].double(),
-                key.transpose(0, 1).double(),
-                value.transpose(0, 1).double(),
-                start=part.start,
-                scale=case.scale,
-                window=case.window,
-                softcap=case.softcap,
-                sinks=None if sinks is None else sinks.double(),
-            ).transpose(0, 1)
-        )
-        rows += part.count
-    out = attend(query, kv, 3, spans, Score(case.scale, case.window, case.softcap, sinks))
-    assert out.shape == (rows, heads, value_dim)
-    torch.testing.assert_close(out.double(), torch.cat(expected), rtol=2e-5, atol=2e-5)
-
-
-def _adjoining(free: list[int], count: int) -> list[int]:
-    """A run of neighbouring free blocks if there is one, else any blocks."""
-    for first in free:
-        if all(first + i in free for i in range(count)):
-            return list(range(first, first + count))
-    return free[:count]
+    torch.testing.assert_close(*answers(case, TorchStep), rtol=2e-5, atol=2e-5)
 
 
 def test_the_reference_itself_against_torchs_attention() -> None:
