@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test lint accept mutate bench clean
+.PHONY: install serve test lint accept gpu-check mutate bench clean
 
 install: $(STAMP)
 
@@ -36,6 +36,11 @@ accept: install
 	$(BIN)/python -m tests.acceptance.crash_turns
 	$(BIN)/python -m tests.acceptance.context_storm
 	$(BIN)/python -m tests.acceptance.context_storm --window 20
+	$(BIN)/python -m tests.acceptance.families
+	$(BIN)/python -m tests.acceptance.kernels
+
+gpu-check: install
+	$(BIN)/python -m tests.acceptance.gpu_check
 
 mutate: install
 	$(BIN)/python -m tests.mutate

@@ -25,6 +25,10 @@ def warm_up(runner: Runner, kv: KVMemory, limits: EngineLimits, seen: Sequence[i
     rows = {1, min(2, limits.max_running), min(8, limits.max_running)}
     for count in sorted(rows):
         made_up_step(runner, kv, limits, [[1]] * count)()
+    if next(iter(kv.keys.values())).is_cuda:  # kernels are compiled when first launched: of prompts, and of split keys
+        longest = [1] * min(limits.max_model_len, kv.num_slots)
+        made_up_step(runner, kv, limits, [longest[: limits.step_tokens]])()
+        made_up_step(runner, kv, limits, [longest], start=len(longest) - 1)()
     until = time.monotonic() + WARM_SECONDS
     for count in sorted(set(seen) - rows):
         if time.monotonic() >= until:
@@ -60,14 +64,14 @@ def check(runner: Runner, kv: KVMemory, limits: EngineLimits, known: tuple[int, 
 
 
 def made_up_step(
-    runner: Runner, kv: KVMemory, limits: EngineLimits, prompts: list[list[int]]
+    runner: Runner, kv: KVMemory, limits: EngineLimits, prompts: list[list[int]], start: int = 0
 ) -> Callable[[], torch.Tensor]:
-    """A step of made-up contexts, from their first token; they share blocks, which is only right for one alone."""
+    """A step of made-up contexts, from token ``start`` on; they share blocks, which is only right for one alone."""
     blocks = kv.num_slots // limits.block_size
     chunks = []
     for prompt in prompts:
         request = GenerationRequest("warm", 0, tuple(prompt), SamplingParams(1, 0), tenant="")
         context = Context(request, b"", 0.0)
         context.block_table = list(range(min(blocks, -(-len(prompt) // limits.block_size))))
-        chunks.append(Chunk(context, 0, len(prompt)))
+        chunks.append(Chunk(context, start, len(prompt) - start))
     return lambda: runner.run(chunks, kv)

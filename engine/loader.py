@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from engine import device as machine
+from engine import guards
 from engine.attention import paged
 from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
 from engine.attention.paged import Probe
@@ -29,11 +30,8 @@ from engine.weights import Weights, fingerprint
 from policies.errors import DoesNotFit, LoadFailed
 from policies.preemption import KVCosts
 
-PROBE_TOKENS = 8
+PROBE = range(1, 9)  # tokens
 COPIED_BLOCKS = 8  # to measure what copying KV costs
-SAME_SCORES = 1e-3  # of the largest score: far above rounding, far below what a wrong weight does
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +71,14 @@ def load_model(order: Order) -> Loaded:
     path, dtype, device = order.path, order.dtype, order.device
     _one_thread(device)
     residual = held_bytes()
-    config = _read_config(path)
-    limits = _fit_window(config, order.limits)
+    config = guards.read_config(path)
+    limits = guards.fit_window(path.name, config, order.limits)
     hashing = ThreadPoolExecutor(1, "fingerprint")
     identity = hashing.submit(fingerprint, path)
     hashing.shutdown(wait=False)
     tokenizer = _tokenizer(path)  # part of the residual: large ones take 90 MB
     runner, weights, layers = _take_over(path, config, dtype, device, limits.block_size)
+    guards.check_windows(config, layers, limits)
     trim()
     peak, prefill_seconds = _measure(runner, layers, limits, dtype, device)
     trim()
@@ -108,11 +107,12 @@ def load_known(order: Order, recipe: Recipe) -> Loaded:
     """The same by the findings of an earlier load of the same files: no weight is read, and it is asleep."""
     begin = time.monotonic()
     _one_thread(order.device)
-    config = _read_config(order.path)
-    limits = _fit_window(config, order.limits)
+    config = guards.read_config(order.path)
+    limits = guards.fit_window(order.path.name, config, order.limits)
     tokenizer = _tokenizer(order.path)
     model = _skeleton(config, order.dtype)
     weights = Weights(model, order.path, order.device, known=recipe.packed)
+    _move_buffers(model, order.device)
     trim()
     recipe = dataclasses.replace(recipe, process_bytes=max(recipe.process_bytes, held_bytes()))
     runner = Runner(model, order.device, limits.block_size)
@@ -176,25 +176,6 @@ def _assemble(
     return Loaded(weights, runner, kv, host_kv, limits, eos, vocabulary, report, tokenizer, threads, recipe)
 
 
-def _read_config(path: Path) -> PretrainedConfig:
-    if not (path / "config.json").is_file():
-        raise LoadFailed(f"{path} has no config.json; it is not a model directory")
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(path)
-    except (ValueError, OSError, KeyError) as error:
-        raise LoadFailed(f"{path}: config.json is not usable: {error}") from error
-    kinds = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
-    if kinds:  # these live in the mask, or keep a state of their own: our attention would be silently wrong
-        raise LoadFailed(f"{path.name}: layers of type {', '.join(sorted(kinds))} are not supported")
-    rope = json.dumps(getattr(config, "rope_parameters", None) or {})
-    for kind in LENGTH_DEPENDENT_ROPE:
-        if f'"{kind}"' in rope:
-            raise LoadFailed(
-                f"{path.name}: {kind} rotary embedding makes one request depend on its neighbours' length; refused"
-            )
-    return config
-
-
 def _build(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -203,7 +184,7 @@ def _build(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> torch.nn
         if paged.NAME not in str(error):
             raise
         every = list(range(config.num_hidden_layers))  # its layers choose their attention from a table of their own
-        raise _not_dispatched(config, every, f" (KeyError: {error})") from error
+        raise guards.not_dispatched(config, every, f" (KeyError: {error})") from error
     return model.eval()
 
 
@@ -225,42 +206,51 @@ def _take_over(
     path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str, block_size: int
 ) -> tuple[Runner, Weights, dict[int, LayerShape]]:
     """Build the model and give its weights our own memory; its scores must not change by that."""
+    rounding = guards.SAME_SCORES[torch.float32 if device == "cpu" else dtype]  # another device adds in another order
     for pack in (device == "cpu", False):
         model = _build(path, config, dtype)
-        runner = Runner(model, device, block_size)
-        layers, plain = _probe(runner, config)
+        built = Runner(model, "cpu", block_size)
+        layers, plain = _probe(built, config)
+        guards.check_scores(config, plain, _own_scores(model, built), dtype)
         weights = Weights(model, path, device, pack=pack)
+        _move_buffers(model, device)
+        runner = Runner(model, device, block_size)
         _, moved = _probe(runner, config)
-        if float((moved - plain).abs().max()) <= SAME_SCORES * float(plain.abs().max()):
+        if float((moved.cpu() - plain).abs().max()) <= rounding * float(plain.abs().max()):
             return runner, weights, layers
         if not weights.packed:  # else: model code that reads a linear layer's weight itself; leave it plain
             break
     raise LoadFailed(f"{path.name}: scores changed when its weights moved; this model family is not supported")
 
 
-def _not_dispatched(config: PretrainedConfig, layers: list[int], cause: str) -> LoadFailed:
-    return LoadFailed(
-        f"{config.model_type}: layers {layers} of {config.num_hidden_layers} do not dispatch to paged attention "
-        f"exactly once{cause}; this model family is not supported"
-    )
-
-
-def _fit_window(config: PretrainedConfig, limits: EngineLimits) -> EngineLimits:
-    trained = getattr(config, "max_position_embeddings", limits.max_model_len)
-    return dataclasses.replace(limits, max_model_len=min(limits.max_model_len, trained))
-
-
 def _probe(runner: Runner, config: PretrainedConfig) -> tuple[dict[int, LayerShape], torch.Tensor]:
     """Layers and scores. A model whose layers do not all come through our attention is refused: silently wrong."""
     probe, cause, scores = Probe(), "", torch.empty(0)
     try:
-        probe, scores = runner.probe(list(range(1, PROBE_TOKENS + 1)))
+        probe, scores = runner.probe(PROBE)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # model code that never heard of the registry
         cause = f" ({type(error).__name__}: {error})"
     wrong = [i for i in range(config.num_hidden_layers) if probe.dispatches.get(i) != 1]
     if wrong:
-        raise _not_dispatched(config, wrong, cause)
+        raise guards.not_dispatched(config, wrong, cause)
     return dict(sorted(probe.layers.items())), scores
+
+
+def _move_buffers(model: torch.nn.Module, device: str) -> None:
+    """Those that no file holds, such as rotary frequencies: they are small, and stay while the model sleeps."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device.type != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _own_scores(model: torch.nn.Module, runner: Runner) -> torch.Tensor:
+    """The same by transformers' own attention."""
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    try:
+        return runner.plain(PROBE)
+    finally:
+        model.set_attn_implementation(paged.NAME)  # type: ignore[operator]
 
 
 def _measure(

@@ -25,7 +25,14 @@ class Runner:
     def probe(self, token_ids: Sequence[int]) -> tuple[Probe, torch.Tensor]:
         """One plain forward that records which layers call our attention, and how; and its scores ``[1, V]``."""
         probe = Probe()
-        return probe, self._forward(probe, list(token_ids), list(range(len(token_ids))), [len(token_ids) - 1])
+        return probe, self._last(probe, token_ids)
+
+    def plain(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Scores ``[1, V]`` of one forward of a model whose attention is not ours at the moment."""
+        return self._last(None, token_ids)
+
+    def _last(self, step: Step | None, token_ids: Sequence[int]) -> torch.Tensor:
+        return self._forward(step, list(token_ids), list(range(len(token_ids))), [len(token_ids) - 1])
 
     def run(self, chunks: Sequence[Chunk], kv: KVMemory) -> torch.Tensor:
         """Logits ``[R, V]`` (float32) of the chunks that sample, in their order; KV of all chunks is written."""
@@ -43,7 +50,7 @@ class Runner:
                 rows.append(len(ids) - 1)
         return self._forward(self._step(kv, spans), ids, positions, rows)
 
-    def _forward(self, step: Step, ids: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
+    def _forward(self, step: Step | None, ids: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
         token = current_step.set(step)
         try:
             with torch.inference_mode():

@@ -158,6 +158,8 @@ class TorchEngine(EngineCore):
         self._keep_recipe(replace(self._recipe, rows=tuple(sorted(r for r, _ in self._rows.most_common(WARM_SHAPES)))))
         self._weights.sleep()
         self._kv.give_back()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # torch would keep it for itself
         trim()  # malloc would keep what steps have used, and the residual would grow
 
     def _take_again(self) -> None:

@@ -20,7 +20,7 @@ from engine.attention.step import Score, Step
 
 NAME = "orchestrator_paged"
 
-current_step: ContextVar[Step] = ContextVar("current_step")
+current_step: ContextVar[Step | None] = ContextVar("current_step")
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Probe:
             softcap=score.softcap,
             sinks=score.sinks,
         )
-        return out.transpose(0, 1)
+        return out.transpose(0, 1).contiguous()
 
 
 def paged_attention(
@@ -63,7 +63,9 @@ def paged_attention(
     """The hook (shapes: query ``[1, Hq, T, D]``, key and value ``[1, Hkv, T, D]`` → ``[1, T, Hq, Dv]``)."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     score = Score(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
-    return current_step.get().attend(layer, query[0], key[0], value[0], score)[None], None
+    step = current_step.get()
+    assert step is not None
+    return step.attend(layer, query[0], key[0], value[0], score)[None], None
 
 
 AttentionInterface.register(NAME, paged_attention)

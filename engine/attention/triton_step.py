@@ -40,8 +40,8 @@ def tiling(group: int, dim: int, value_dim: int, dtype: torch.dtype, *, decoding
     most = LEAST_ROWS if decoding or (whole and widest > 64) else 32 if whole else 64
     queries = 1 if decoding else max(1, most // _power(group))
     rows = max(LEAST_ROWS, _power(queries * group))
-    keys = (32 if widest <= 128 else 16) if whole else (64 if widest <= 128 else 32)
-    warps = 4 if widest * rows <= 64 * 64 and not whole else 8
+    keys = (32 if widest <= 64 else 16) if whole else (64 if widest <= 128 else 32)
+    warps = 4 if widest <= 128 and widest * rows <= 64 * 64 and not whole else 8
     return Tiling(queries, rows, keys, warps, stages=2)
 
 
