@@ -52,18 +52,14 @@ class TritonStep:
         self._kv = kv
         self._spans = spans
         self._tiles: dict[int, torch.Tensor] = {}  # of prefill, by queries per tile
-        device = next(iter(kv.keys.values())).device
+        self._device = next(iter(kv.keys.values())).device
         width = max(len(span.blocks) for span in spans)
-        self._table = torch.tensor(
-            [[*span.blocks, *[0] * (width - len(span.blocks))] for span in spans], dtype=torch.int32
-        )
-        self._fields = torch.tensor([[s.first, s.count, s.start, s.hidden] for s in spans], dtype=torch.int32)
-        self._slots = torch.tensor([slot for span in spans for slot in span.written()])
+        self._table = self._integers([[*span.blocks, *[0] * (width - len(span.blocks))] for span in spans])
+        self._fields = self._integers([[span.first, span.count, span.start, span.hidden] for span in spans])
+        self._slots = torch.tensor([slot for span in spans for slot in span.written()], device=self._device)
         ones = [[number, 0] for number, span in enumerate(spans) if span.count == 1]
-        self._ones = torch.tensor(ones, dtype=torch.int32).view(-1, kernels.TILE_FIELDS)
+        self._ones = self._integers(ones).view(-1, kernels.TILE_FIELDS)
         self._longest = max((span.length for span in spans if span.count == 1), default=0)
-        for name in ("_table", "_fields", "_slots", "_ones"):
-            setattr(self, name, getattr(self, name).to(device))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
@@ -78,6 +74,9 @@ class TritonStep:
         if len(self._ones) < len(self._spans):
             self._prefill(query, keys, values, score, out)
         return out
+
+    def _integers(self, rows: list[list[int]]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int32, device=self._device)
 
     def _store(self, new: torch.Tensor, store: torch.Tensor) -> None:
         new = new if new.stride(2) == 1 else new.contiguous()
@@ -95,7 +94,7 @@ class TritonStep:
         if tiles is None:
             numbered = [(number, span) for number, span in enumerate(self._spans) if span.count > 1]
             pairs = [(number, at) for number, span in numbered for at in range(0, span.count, tile.queries)]
-            tiles = self._tiles[tile.queries] = torch.tensor(pairs, dtype=torch.int32).to(query.device)
+            tiles = self._tiles[tile.queries] = self._integers(pairs)
         self._attend("prefill", query, keys, values, score, out, tile, tiles, 1)
 
     def _decode(
@@ -104,7 +103,7 @@ class TritonStep:
         tile = _tiling_of(query, keys, values, decoding=True)
         heads, value_dim = query.shape[0], values.shape[2]
         seen = self._longest if score.window is None else min(self._longest, score.window)
-        splits = splits_of(seen, len(self._ones) * keys.shape[1], _processors(query.device))
+        splits = splits_of(seen, len(self._ones) * keys.shape[1], _processors(self._device))
         if splits == 1:
             self._attend("decode", query, keys, values, score, out, tile, self._ones, 1)
             return
