@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -75,7 +76,7 @@ class TritonStep:
             self._prefill(query, keys, values, score, out)
         return out
 
-    def _integers(self, rows: list[list[int]]) -> torch.Tensor:
+    def _integers(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.int32, device=self._device)
 
     def _store(self, new: torch.Tensor, store: torch.Tensor) -> None:
