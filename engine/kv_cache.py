@@ -182,6 +182,9 @@ class KVCache:
         if context.block_table:
             found = list(context.block_table[: context.num_computed // self.block_size])
         first = sum(place == NO_BLOCK for place in found)
+        unfilled = self._awaited.get(context, set()) | self._lost.get(context, set())
+        if unfilled:  # of blocks that were to come from disk
+            found = found[: next(i for i, key in enumerate(context.block_keys) if key in unfilled)]
         blocks = list(itertools.takewhile(lambda place: not isinstance(place, Away), found[first:]))
         rest = range(first + len(blocks), len(found))
         away = itertools.takewhile(lambda index: found[index] is Away.HOST, rest)
