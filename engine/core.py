@@ -113,6 +113,10 @@ class EngineCore(ABC):
     def lend_core(self, lent: bool) -> None:
         """Compute with one thread less, or with all again: another model loads on this machine."""
 
+    def _said_of_layers(self) -> str:
+        """Compiled, or why not; "": there are none."""
+        return ""
+
     def _begin(self, report: LoadReport, decoder: Decoder, eos: frozenset[int], vocabulary: int) -> None:
         self.report = report
         self._decoder, self._eos, self._vocabulary = decoder, eos, vocabulary
@@ -345,6 +349,7 @@ class EngineCore(ABC):
             cached_tokens=self._counts["cached"],
             generated_tokens=self._counts["generated"],
             preemptions=self._scheduler.preemptions,
+            layers=self._said_of_layers(),
             steps=self._counts["steps"],
             sessions=self._kv_cache.sessions.whole(self._kv_cache.kept),
             tenants_waiting=tuple(sorted(waiting.items())),

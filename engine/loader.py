@@ -110,7 +110,7 @@ def load_known(order: Order, recipe: Recipe) -> Loaded:
     config = guards.read_config(order.path)
     limits = guards.fit_window(order.path.name, config, order.limits)
     tokenizer = _tokenizer(order.path)
-    model = _skeleton(config, order.dtype)
+    model = skeleton(config, order.dtype)
     weights = Weights(model, order.path, order.device, known=recipe.packed)
     _move_buffers(model, order.device)
     trim()
@@ -188,7 +188,7 @@ def _build(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> torch.nn
     return model.eval()
 
 
-def _skeleton(config: PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
     """The model without weights: its buffers are computed, its parameters have a shape and no memory."""
     with init_empty_weights(include_buffers=False):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -206,7 +206,7 @@ def _take_over(
     path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str, block_size: int
 ) -> tuple[Runner, Weights, dict[int, LayerShape]]:
     """Build the model and give its weights our own memory; its scores must not change by that."""
-    rounding = guards.SAME_SCORES[torch.float32 if device == "cpu" else dtype]  # another device adds in another order
+    rounding = torch.float32 if device == "cpu" else dtype  # another device adds in another order
     for pack in (device == "cpu", False):
         model = _build(path, config, dtype)
         built = Runner(model, "cpu", block_size)
@@ -216,7 +216,7 @@ def _take_over(
         _move_buffers(model, device)
         runner = Runner(model, device, block_size)
         _, moved = _probe(runner, config)
-        if float((moved.cpu() - plain).abs().max()) <= rounding * float(plain.abs().max()):
+        if guards.same_scores(moved.cpu(), plain, rounding):
             return runner, weights, layers
         if not weights.packed:  # else: model code that reads a linear layer's weight itself; leave it plain
             break

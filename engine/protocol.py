@@ -193,6 +193,7 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    layers: str = ""  # compiled, or why not
     sessions: int = 0  # whose KV, to its last full block, is still on the device
     tenants_waiting: tuple[tuple[str, int], ...] = ()
 

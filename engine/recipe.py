@@ -50,6 +50,7 @@ class Recipe:
     prefill_seconds: float  # per token
     copy_seconds: float  # per block, device to host memory
     canary: tuple[int, ...]  # the answer
+    compiled: str = ""  # name of the directory of compiled layers that were proven to say the same; see ``compiled``
     rows: tuple[int, ...] = ()  # tokens in one step, as traffic had them most often; warmed up before the next traffic
 
 
@@ -61,7 +62,7 @@ def recipe_file(directory: Path, model: Path, limits: EngineLimits, dtype: str, 
     files = [*sorted(model.glob("*.safetensors")), model / "config.json"]
     stamps = [(f.name, s.st_size, s.st_mtime_ns, s.st_ino) for f in files if f.exists() for s in (f.stat(),)]
     limiting = {name: value for name, value in asdict(limits).items() if name in SHAPING}
-    said = json.dumps([VERSION, str(model), stamps, limiting, dtype, device, _machine()], sort_keys=True)
+    said = json.dumps([VERSION, str(model), stamps, limiting, dtype, device, machine()], sort_keys=True)
     return directory / f"{model.name}-{hashlib.sha256(said.encode()).hexdigest()[:16]}.json"
 
 
@@ -83,7 +84,7 @@ def write(file: Path, recipe: Recipe) -> None:
 
 
 @functools.cache
-def _machine() -> list[str]:
+def machine() -> list[str]:
     """What measurements depend on, besides the model."""
     versions = [f"{package} {importlib.metadata.version(package)}" for package in PACKAGES]
     cpuinfo = Path("/proc/cpuinfo")

@@ -17,7 +17,7 @@ class Runner:
     """Runs chunks of several contexts as one flat row of tokens ``[1, T]``."""
 
     def __init__(self, model: torch.nn.Module, device: str, block_size: int) -> None:
-        self._model = model
+        self.model = model
         self._device = device
         self._block_size = block_size
         self._step = step_on(device)
@@ -54,7 +54,7 @@ class Runner:
         token = current_step.set(step)
         try:
             with torch.inference_mode():
-                out = self._model(
+                out = self.model(
                     input_ids=torch.tensor([ids], device=self._device),
                     position_ids=torch.tensor([positions], device=self._device),
                     use_cache=False,

@@ -13,6 +13,7 @@ import torch
 
 from engine import canary, penalties, recipe, sampler
 from engine.canary import warm_up
+from engine.compiled.adopt import Adoption
 from engine.core import EngineCore
 from engine.device import ThreadGovernor
 from engine.loader import Loaded, Order, load_known, load_model
@@ -31,7 +32,14 @@ class TorchEngine(EngineCore):
     """Inference for one causal language model."""
 
     def __init__(
-        self, path: Path, memory_bytes: int, limits: EngineLimits, dtype: str = "float32", recipes: Path | None = None
+        self,
+        path: Path,
+        memory_bytes: int,
+        limits: EngineLimits,
+        dtype: str = "float32",
+        *,
+        recipes: Path | None = None,
+        layers: Path | None = None,
     ) -> None:
         """Nothing is read before ``load``.
 
@@ -39,12 +47,14 @@ class TorchEngine(EngineCore):
             path: directory with config.json, safetensors and tokenizer.json.
             memory_bytes: all this process may hold: residual + weights + activation peak + KV pool.
             recipes: directory for what a first load finds out; None: every load is a first one.
+            layers: directory for compiled layers; None: they stay plain. On the CPU.
         """
         super().__init__(limits)
         self.path = path
         self.memory_bytes = memory_bytes
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._adoption = Adoption(layers if self.device == "cpu" else None, path, self.dtype)
         self._recipe_file = recipe.recipe_file(recipes, path, limits, dtype, self.device) if recipes else None
 
     def load(self, *, asleep: bool = False) -> LoadReport:
@@ -78,11 +88,13 @@ class TorchEngine(EngineCore):
         try:
             loaded = load_known(order, known)
             self._hold(loaded)
+            self._adoption.resume(self._runner, known.packed, known.compiled)
             if not asleep:
                 self._take_again()
                 self._canary()
         except (EngineError, LoadFailed, KeyError, AttributeError, TypeError, ValueError, RuntimeError):
             self._distrust()
+            self._adoption.drop()
             for name in ("_weights", "_kv", "_runner", "_host_kv"):  # before others are made
                 self.__dict__.pop(name, None)
             return None
@@ -95,11 +107,31 @@ class TorchEngine(EngineCore):
 
     def _warm(self) -> None:
         """A first load also finds out the canary's answer."""
+        self._adoption.begin(self._runner, self._recipe.packed)
+        self._keep_layers()
         warm_up(self._runner, self._kv, self.limits, self._recipe.rows)
         if not self._recipe.canary:
             said = canary.answer(self._runner, self._kv, self.limits)
             self._keep_recipe(replace(self._recipe, canary=said))
         trim()  # what measuring and warming up have used once
+
+    def _keep_layers(self) -> None:
+        if self._adoption.proven != self._recipe.compiled:
+            self._keep_recipe(replace(self._recipe, compiled=self._adoption.proven))
+
+    def settle(self) -> str:
+        """Wait for the layers that are being compiled; how they are now. For benchmarks and tests."""
+        self._adoption.wait()
+        self._look_at_layers()
+        return self._adoption.said
+
+    def _look_at_layers(self) -> None:
+        if self._adoption.look(self._runner):
+            self._keep_layers()
+
+    def close(self) -> None:
+        super().close()
+        self._adoption.close()
 
     def _canary(self) -> None:
         canary.check(self._runner, self._kv, self.limits, self._recipe.canary)
@@ -114,11 +146,15 @@ class TorchEngine(EngineCore):
         if self._recipe_file is not None:
             self._recipe_file.unlink(missing_ok=True)
 
+    def _said_of_layers(self) -> str:
+        return self._adoption.said
+
     def lend_core(self, lent: bool) -> None:
         self._governor.lent = lent
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Choice | None]:
         self._rows[sum(chunk.count for chunk in chunks)] += 1
+        self._look_at_layers()
         with self._governor.step():
             logits = self._runner.run(chunks, self._kv)
         sampled = [chunk.context for chunk in chunks if chunk.samples]

@@ -22,6 +22,7 @@ class HostSpec:
     problem: str = ""  # why the directory could not be prepared: the load fails with it
     device_index: int | None = None  # the CUDA device it may see; None: CPU
     recipes: str = ""  # directory for what first loads find out; "": every load is a first one
+    layers: str = ""  # directory for compiled layers; "": they stay plain
     fake: FakeSettings | None = None  # the fake engine instead of a real one
     ticket_seconds: float = 10.0  # how long an unredeemed ticket holds up draining
 

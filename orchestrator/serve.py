@@ -123,6 +123,7 @@ def _host_spec(model: ModelConfig, path: Path | OrchestratorError | None, config
         ),
         dtype=model.dtype,
         recipes=str(config.cache_dir / "recipes"),
+        layers=str(config.cache_dir / "layers") if model.compile_layers else "",
         fake=fake,
         ticket_seconds=config.pool.ticket_seconds,
     )

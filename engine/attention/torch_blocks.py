@@ -1,4 +1,7 @@
-"""Owns paged attention on CPU tensors: one request at a time over its own blocks, never a dense T × ΣK mask.
+"""Owns paged attention on CPU tensors: over each request's own blocks, never a dense T × ΣK mask.
+
+Decoding requests of about one length are attended together, their blocks gathered side by side: for short ones a call
+costs more than its work. All others are attended one by one, where their blocks lie.
 
 Sources: PagedAttention (vLLM, SOSP 2023) for the block tables; the merge of two partial softmaxes by their log-sum-exp
 is FlashAttention's and Flash-Decoding's.
@@ -6,12 +9,16 @@ is FlashAttention's and Flash-Decoding's.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 import torch.nn.functional as F
 
-from engine.attention import reference
+from engine.attention import reference, tiles
 from engine.attention.kv import KVMemory
 from engine.attention.step import Score, Span
+
+BATCHED_TOKENS = 512  # of a request: beyond, gathering its KV costs more than a call of its own
 
 
 class TorchStep:
@@ -20,7 +27,12 @@ class TorchStep:
     def __init__(self, kv: KVMemory, spans: list[Span]) -> None:
         self._kv = kv
         self._slots = torch.tensor([slot for span in spans for slot in span.written()])
+        self._rows = sum(span.count for span in spans)
+        groups = _alike(spans)
+        together = {span.first for group in groups for span in group}
+        self._batches = [_Batch(group) for group in groups]
         self._reads = [_Read(span) for span in spans]
+        self._alone = [read for read in self._reads if read.span.first not in together]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
@@ -28,14 +40,85 @@ class TorchStep:
         keys, values = self._kv.keys[layer], self._kv.values[layer]
         keys.index_copy_(0, self._slots, key.transpose(0, 1))
         values.index_copy_(0, self._slots, value.transpose(0, 1))
+        batches, alone = (self._batches, self._alone) if _is_flash(keys, values, score) else ([], self._reads)
         out = query.new_empty(query.shape[1], query.shape[0], values.shape[2])
-        for read in self._reads:
+        for batch in batches:
+            batch.attend(query.transpose(0, 1), keys, values, score, out)
+        for read in alone:
             span = read.span
             rows = slice(span.first, span.first + span.count)
             skip = _unseen(span, score.window)
             one = _attend_one(query[:, rows], read.tokens(keys, skip), read.tokens(values, skip), read, score)
             out[rows] = one.transpose(0, 1)
         return out
+
+
+def _alike(spans: list[Span]) -> list[list[Span]]:
+    """Short decoding requests whose number of blocks lies between the same two powers of two."""
+    groups: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.count == 1 and span.length - span.hidden <= BATCHED_TOKENS:
+            groups[(len(span.blocks) - 1).bit_length()].append(span)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+class _Batch:
+    """Decoding requests attended together: their blocks side by side, the shorter ones filled up with nothing."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self._spans = spans
+        self._size = spans[0].block_size
+        most = max(len(span.blocks) for span in spans)
+        self._length = most * self._size
+        self._rows = torch.tensor([span.first for span in spans])
+        self._blocks = torch.tensor([[*span.blocks, *[span.blocks[0]] * (most - len(span.blocks))] for span in spans])
+        self._position = torch.tensor([[span.start - span.hidden] for span in spans])
+        self._unseen: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # by window
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, score: Score, out: torch.Tensor
+    ) -> None:
+        """Write the rows of this batch. ``query`` ``[T, Hq, D]``, ``keys`` and ``values`` ``[slots, Hkv, D]``."""
+        rows, heads = len(self._spans), keys.shape[1]
+        slots, mask = self._not_seen(score.window)
+        grouped = query.index_select(0, self._rows).view(rows, heads, -1, query.shape[2])
+        together, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            grouped,
+            self._gather(keys, slots),
+            self._gather(values, slots),
+            attn_mask=mask.to(query.dtype),
+            scale=score.scale,
+        )
+        if score.sinks is not None:
+            together = _with_sinks(together, lse, score.sinks.view(heads, -1))
+        out.index_copy_(0, self._rows, together.reshape(rows, *out.shape[1:]))
+
+    def _gather(self, store: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+        """``[R, Hkv, L, D]``, zero in slots that nobody sees: whatever is left in them, NaN too, would count."""
+        blocks = store.view(-1, self._size * store.shape[1] * store.shape[2]).index_select(0, self._blocks.view(-1))
+        tokens = blocks.view(-1, *store.shape[1:]).index_fill_(0, empty, 0.0)
+        return tokens.view(len(self._spans), self._length, *store.shape[1:]).transpose(1, 2)
+
+    def _not_seen(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each row's token does not see: flat slots, and an additive mask ``[R, 1, 1, L]``."""
+        if window not in self._unseen:
+            at = torch.arange(self._length)
+            unseen = at > self._position
+            if window is not None:
+                unseen |= at <= self._position - window
+            mask = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+            self._unseen[window] = torch.nonzero(unseen.flatten()).flatten(), mask[:, None, None]
+        return self._unseen[window]
+
+
+def _is_flash(keys: torch.Tensor, values: torch.Tensor, score: Score) -> bool:
+    """Can torch's CPU kernel do it? It cannot softcap, and wants values as wide as keys."""
+    return score.softcap is None and keys.shape[2] == values.shape[2]
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Let ``sinks`` ``[..., T]`` take their part of the softmax: ``out`` ``[..., T, D]``, ``lse`` ``[..., T]``."""
+    return out * (lse - torch.logaddexp(lse, sinks.to(lse.dtype))).exp()[..., None].to(out.dtype)
 
 
 class _Read:
@@ -70,8 +153,9 @@ def _unseen(span: Span, window: int | None) -> int:
 
 def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, read: _Read, score: Score) -> torch.Tensor:
     span = read.span
-    # SDPA can do neither of the two, and its CPU kernel wants values as wide as keys
-    if score.softcap is not None or score.sinks is not None or key.shape[2] != value.shape[2]:
+    if span.count >= tiles.FEWEST and query.dtype is torch.float32 and tiles.faster():
+        return tiles.attend(query, key, value, span.start - (span.length - key.shape[1]), score)
+    if score.sinks is not None or not _is_flash(key, value, score):
         return _plain(query, key, value, span, score)
     if span.count == 1:
         return _decode(query, key, value, score.scale)

@@ -2,6 +2,7 @@
 
     python -m tests.acceptance.families            # all of them: about a minute
     python -m tests.acceptance.families --quick
+    python -m tests.acceptance.families --compiled # the same with compiled layers: about ten minutes
 
 Prompts are computed in chunks cut around the window, from scattered blocks, decoding at the end. Families that paged
 attention would make wrong must be refused at the load, with the reason. Exit code 1 if anything is otherwise.
@@ -85,6 +86,7 @@ class Verdict:
     error: float | None  # of the largest logit
     said: str
     good: bool
+    layers: str = ""
 
 
 def tiny(family: str, **more: Any) -> Any:
@@ -94,11 +96,13 @@ def tiny(family: str, **more: Any) -> Any:
     return AutoConfig.for_model(family, **{**sizes, **more})
 
 
-def check_right(family: str, directory: Path) -> Verdict:
-    path = save_tiny(tiny(family, **RIGHT[family]), directory)
-    engine = TorchEngine(path, 2 * 2**30, LIMITS)
+def check_right(family: str, directory: Path, *, compiled: bool = False) -> Verdict:
+    path = save_tiny(tiny(family, **RIGHT[family]), directory / "model")
+    engine = TorchEngine(path, 2 * 2**30, LIMITS, layers=directory / "layers" if compiled else None)
     try:
         engine.load()
+        engine.warm()
+        layers = engine.settle() if compiled else ""
     except LoadFailed as refused:
         return Verdict(family, "", None, refused.message, good=False)
     ours = _in_chunks(engine)
@@ -106,7 +110,7 @@ def check_right(family: str, directory: Path) -> Verdict:
         whole = plain_model(path)(torch.tensor([PROMPT]), use_cache=False).logits[0].float()
     theirs = whole[[cut - 1 for cut in CUTS]]
     error = float((ours - theirs).abs().max() / theirs.abs().max())
-    return Verdict(family, _features(engine), error, "right" if error <= BOUND else "WRONG", error <= BOUND)
+    return Verdict(family, _features(engine), error, "right" if error <= BOUND else "WRONG", error <= BOUND, layers)
 
 
 def check_refused(name: str, directory: Path) -> Verdict:
@@ -137,30 +141,34 @@ def _in_chunks(engine: TorchEngine) -> torch.Tensor:
 
 
 def _features(engine: TorchEngine) -> str:
-    config = engine._runner._model.config
+    config = engine._runner.model.config
     windows = sum(layer.window is not None for layer in engine._recipe.layers)
     found = [f"window in {windows} of {len(engine._recipe.layers)} layers"] if windows else []
     found += ["softcap"] if getattr(config, "attn_logit_softcapping", None) else []
-    found += ["sinks"] if any("sinks" in name for name, _ in engine._runner._model.named_parameters()) else []
+    found += ["sinks"] if any("sinks" in name for name, _ in engine._runner.model.named_parameters()) else []
     return ", ".join(found)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few families")
+    parser.add_argument("--compiled", action="store_true", help="with compiled layers, where they can be")
     options = parser.parse_args(arguments)
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     right, refused = QUICK if options.quick else (tuple(RIGHT), tuple(REFUSED))
-    table, verdicts = Table("family", "features", "max logit error", "verdict"), []
+    table, verdicts = Table("family", "features", "max logit error", "verdict", "layers"), []
     with tempfile.TemporaryDirectory() as directory:
         for number, name in enumerate((*right, *refused)):
             place = Path(directory) / str(number)
             place.mkdir()
-            verdict = check_right(name, place) if number < len(right) else check_refused(name, place)
+            if number < len(right):
+                verdict = check_right(name, place, compiled=options.compiled)
+            else:
+                verdict = check_refused(name, place)
             error = "" if verdict.error is None else f"{verdict.error:.1e}"
             said = verdict.said if number < len(right) else f"refused: {verdict.said}"
-            table.add_row(verdict.family, verdict.features, error, said)
+            table.add_row(verdict.family, verdict.features, error, said, verdict.layers)
             verdicts.append(verdict)
     console = Console(width=140)
     console.print(table)

@@ -202,9 +202,9 @@ def test_nothing_of_the_skeleton_is_left_in_the_model(model: Path) -> None:
     first(model)
     engine = engine_of(model)
     engine.load()
-    for name, buffer in engine._runner._model.named_buffers():
+    for name, buffer in engine._runner.model.named_buffers():
         assert not buffer.is_meta and torch.isfinite(buffer).all(), name
-    for name, parameter in engine._runner._model.named_parameters():
+    for name, parameter in engine._runner.model.named_parameters():
         assert not parameter.is_meta, name
 
 

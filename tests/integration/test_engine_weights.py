@@ -56,7 +56,7 @@ def check_empty(engine: TorchEngine) -> None:
     for store in engine._weights._stores:
         if isinstance(store, Arena):
             assert store.bytes.untyped_storage().nbytes() == 0
-    for module in engine._runner._model.modules():
+    for module in engine._runner.model.modules():
         assert not isinstance(module, PackedLinear) or module._packed is None
 
 
@@ -70,12 +70,12 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_waking_restores_every_parameter_bit_for_bit_and_sleeping_empties_them(path: Path, form: str) -> None:
     engine = torch_engine(path, LIMITS)
     assert engine._weights.packed == (form == "packed")
-    before = parameters(engine._runner._model)
+    before = parameters(engine._runner.model)
     engine.sleep()
     check_empty(engine)
     assert engine._kv.keys[0].untyped_storage().nbytes() == 0
     engine.wake()
-    after = parameters(engine._runner._model)
+    after = parameters(engine._runner.model)
     assert before.keys() == after.keys()
     stored = load_file(path / "model.safetensors")
     for name, tensor in before.items():
@@ -187,7 +187,7 @@ def test_a_wake_that_brings_other_weights_back_is_noticed_by_the_canary(path: Pa
 
     def garbled() -> None:
         wake()
-        for module in engine._runner._model.modules():
+        for module in engine._runner.model.modules():
             if isinstance(module, PackedLinear):
                 assert module._packed is not None
                 module.pack(module._packed.to_dense() * -1.3)
@@ -242,7 +242,7 @@ def test_several_files_are_gathered(tmp_path: Path) -> None:
     engine = torch_engine(tmp_path, LIMITS)
     engine.sleep()
     engine.wake()
-    found = parameters(engine._runner._model)
+    found = parameters(engine._runner.model)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, found[name]), name
 

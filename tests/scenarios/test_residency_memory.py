@@ -253,7 +253,7 @@ def _garble(host: EngineHost) -> None:
 
     def garbled() -> None:
         wake()
-        for module in engine._runner._model.modules():
+        for module in engine._runner.model.modules():
             if isinstance(module, PackedLinear):
                 assert module._packed is not None
                 module.pack(module._packed.to_dense() * -1.3)
