@@ -107,7 +107,7 @@ def test_other_files_limits_or_versions_have_a_recipe_of_their_own(
     with pytest.raises(NotKnownYet):
         engine_of(model, replace(LIMITS, step_tokens=64)).load(asleep=True)
     with monkeypatch.context() as patch:
-        patch.setattr(recipe, "_machine", lambda: ["torch 99"])
+        patch.setattr(recipe, "machine", lambda: ["torch 99"])
         with pytest.raises(NotKnownYet):
             engine_of(model).load(asleep=True)
     scale_values(model / "model.safetensors")
