@@ -113,6 +113,9 @@ class EngineCore(ABC):
     def lend_core(self, lent: bool) -> None:
         """Compute with one thread less, or with all again: another model loads on this machine."""
 
+    def _rest(self) -> None:  # noqa: B027 — what has no cores of its own has none to leave
+        """No generation is live: others may have the cores."""
+
     def _said_of_layers(self) -> str:
         """Compiled, or why not; "": there are none."""
         return ""
@@ -246,6 +249,8 @@ class EngineCore(ABC):
             return False
         self._scheduler.end(context, ContextState.CANCELLED, time.monotonic(), reason)
         self._forget(context)
+        if not self._contexts:
+            self._rest()
         return True
 
     def save(self, request_id: str, generation: int, path: Path) -> None:
@@ -316,7 +321,10 @@ class EngineCore(ABC):
             plan = self._carry_out_plan(plan)
         self._kv_cache.launched()
         if plan.chunks:
-            return self._commit(plan, self._compute(plan.chunks))
+            outputs = self._commit(plan, self._compute(plan.chunks))
+            if not self._contexts:
+                self._rest()
+            return outputs
         if self._disk is not None and self._kv_cache.arriving:
             self._disk.wait(ARRIVAL_SECONDS)
         return self._commit(plan, [])

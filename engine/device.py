@@ -62,10 +62,10 @@ class ThreadGovernor:
         self.lent = False
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around one step; sets the thread count for it."""
+    def step(self, share: int | None = None) -> Iterator[None]:
+        """Around one step; sets the thread count for it, ``share`` at most."""
         wall, cpu = time.monotonic(), time.process_time()
-        most = max(1, self._threads - self.lent)
+        most = max(1, min(self._threads - self.lent, share or self._threads))
         threads = 1 if wall < self._alone_until else most
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)

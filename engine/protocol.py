@@ -132,6 +132,18 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """What engines of one machine keep for each other, as paths; "": nothing of the kind."""
+
+    recipes: str = ""  # directory: what first loads find out; without it every load is a first one
+    layers: str = ""  # directory: compiled layers; without it they stay plain
+    cores: str = ""  # file: who computes; without it each engine computes as if alone
+
+
+NOWHERE = Places()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a load (or a wake) measured."""
 

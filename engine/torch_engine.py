@@ -15,11 +15,12 @@ from engine import canary, penalties, recipe, sampler
 from engine.canary import warm_up
 from engine.compiled.adopt import Adoption
 from engine.core import EngineCore
+from engine.cores import CoreShares
 from engine.device import ThreadGovernor
 from engine.loader import Loaded, Order, load_known, load_model
 from engine.logprobs import Choice
 from engine.memory import trim
-from engine.protocol import EngineLimits, LoadReport
+from engine.protocol import NOWHERE, EngineLimits, LoadReport, Places
 from engine.recipe import Recipe
 from engine.scheduler import Chunk
 from engine.tiers import Move, Way
@@ -37,25 +38,24 @@ class TorchEngine(EngineCore):
         memory_bytes: int,
         limits: EngineLimits,
         dtype: str = "float32",
-        *,
-        recipes: Path | None = None,
-        layers: Path | None = None,
+        places: Places = NOWHERE,
     ) -> None:
         """Nothing is read before ``load``.
 
         Args:
             path: directory with config.json, safetensors and tokenizer.json.
             memory_bytes: all this process may hold: residual + weights + activation peak + KV pool.
-            recipes: directory for what a first load finds out; None: every load is a first one.
-            layers: directory for compiled layers; None: they stay plain. On the CPU.
         """
         super().__init__(limits)
         self.path = path
         self.memory_bytes = memory_bytes
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._adoption = Adoption(layers if self.device == "cpu" else None, path, self.dtype)
-        self._recipe_file = recipe.recipe_file(recipes, path, limits, dtype, self.device) if recipes else None
+        self._adoption = Adoption(places.layers if self.device == "cpu" else "", path, self.dtype)
+        self._cores = CoreShares(Path(places.cores)) if places.cores and self.device == "cpu" else None
+        self._recipe_file: Path | None = None
+        if places.recipes:
+            self._recipe_file = recipe.recipe_file(Path(places.recipes), path, limits, dtype, self.device)
 
     def load(self, *, asleep: bool = False) -> LoadReport:
         order = Order(self.path, self.memory_bytes, self.limits, self.dtype, self.device)
@@ -146,6 +146,10 @@ class TorchEngine(EngineCore):
         if self._recipe_file is not None:
             self._recipe_file.unlink(missing_ok=True)
 
+    def _rest(self) -> None:
+        if self._cores:
+            self._cores.rest()
+
     def _said_of_layers(self) -> str:
         return self._adoption.said
 
@@ -155,7 +159,7 @@ class TorchEngine(EngineCore):
     def _compute(self, chunks: Sequence[Chunk]) -> list[Choice | None]:
         self._rows[sum(chunk.count for chunk in chunks)] += 1
         self._look_at_layers()
-        with self._governor.step():
+        with self._governor.step(self._cores.take() if self._cores else None):
             logits = self._runner.run(chunks, self._kv)
         sampled = [chunk.context for chunk in chunks if chunk.samples]
         if not sampled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.fake import FakeSettings
-from engine.protocol import EngineLimits, EngineStats, LoadReport
+from engine.protocol import NOWHERE, EngineLimits, EngineStats, LoadReport, Places
 from model_pool.effects import HostRef, HostReport
 from policies.errors import OrchestratorError
 
@@ -21,8 +21,7 @@ class HostSpec:
     dtype: str = "float32"
     problem: str = ""  # why the directory could not be prepared: the load fails with it
     device_index: int | None = None  # the CUDA device it may see; None: CPU
-    recipes: str = ""  # directory for what first loads find out; "": every load is a first one
-    layers: str = ""  # directory for compiled layers; "": they stay plain
+    places: Places = NOWHERE
     fake: FakeSettings | None = None  # the fake engine instead of a real one
     ticket_seconds: float = 10.0  # how long an unredeemed ticket holds up draining
 

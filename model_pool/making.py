@@ -25,8 +25,7 @@ def make_engine(spec: HostSpec) -> Engine:
     os.environ["CUDA_VISIBLE_DEVICES"] = "" if spec.device_index is None else str(spec.device_index)
     from engine.torch_engine import TorchEngine  # torch: only here, and only in a host's process
 
-    recipes, layers = (Path(each) if each else None for each in (spec.recipes, spec.layers))
-    return TorchEngine(Path(spec.path), spec.memory_bytes, spec.limits, spec.dtype, recipes=recipes, layers=layers)
+    return TorchEngine(Path(spec.path), spec.memory_bytes, spec.limits, spec.dtype, spec.places)
 
 
 def prepare() -> int:

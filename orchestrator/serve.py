@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from ray import serve
 
 from engine.fake import FakeSettings
-from engine.protocol import EngineLimits
+from engine.protocol import EngineLimits, Places
 from model_pool import catalog
 from model_pool.effects import HostRef, ModelSpec
 from model_pool.host import NAMESPACE
@@ -122,8 +122,11 @@ def _host_spec(model: ModelConfig, path: Path | OrchestratorError | None, config
             kv_disk=str(config.kv_directory),
         ),
         dtype=model.dtype,
-        recipes=str(config.cache_dir / "recipes"),
-        layers=str(config.cache_dir / "layers") if model.compile_layers else "",
+        places=Places(
+            recipes=str(config.cache_dir / "recipes"),
+            layers=str(config.cache_dir / "layers") if model.compile_layers else "",
+            cores=str(config.state_dir / "cores"),
+        ),
         fake=fake,
         ticket_seconds=config.pool.ticket_seconds,
     )

@@ -28,13 +28,13 @@ NO_COMPILER = "no C++ compiler (g++) on this machine"
 class Adoption:
     """The layers of one model: plain, being compiled, or compiled."""
 
-    def __init__(self, root: Path | None, model: Path, dtype: torch.dtype) -> None:
-        """``root``: the directory for compiled layers; None: they stay plain."""
+    def __init__(self, root: str, model: Path, dtype: torch.dtype) -> None:
+        """``root``: the directory for compiled layers; "": they stay plain."""
         self._root, self._model, self._dtype = root, model, dtype
         self._layers: CompiledLayers | None = None
         self._place: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._problem = "" if root is not None else "compile_layers is off"
+        self._problem = "" if root else "compile_layers is off"
 
     @property
     def proven(self) -> str:
@@ -101,9 +101,9 @@ class Adoption:
             self._process = None
 
     def _at(self, packed: Sequence[str]) -> Path | None:
-        if self._root is None:
+        if not self._root:
             return None
-        return words.directory(self._root, self._model, str(self._dtype), packed)
+        return words.directory(Path(self._root), self._model, str(self._dtype), packed)
 
     def _install(self, runner: Runner, place: Path) -> None:
         found = words.read(place)

@@ -61,11 +61,12 @@ def prepared(path: Path, recipes: Path) -> None:
 
 
 def _load_and_answer(path: Path, recipes: Path) -> tuple[Any, Moments]:
+    from engine.protocol import Places
     from engine.torch_engine import TorchEngine
     from orchestrator.bench import engines
 
     moments = {"imports": time.monotonic()}
-    engine = TorchEngine(path, engines.MEMORY_BYTES, engines.limits(), recipes=recipes)
+    engine = TorchEngine(path, engines.MEMORY_BYTES, engines.limits(), places=Places(recipes=str(recipes)))
     engine.load()
     moments["load"] = time.monotonic()
     engine.warm()

@@ -37,9 +37,10 @@ def limits(kv_host_bytes: int = 0) -> Any:
 
 def loaded(path: Path, kv_host_bytes: int = 0, recipes: Path | None = None) -> Any:
     """An engine that takes requests."""
+    from engine.protocol import Places
     from engine.torch_engine import TorchEngine
 
-    engine = TorchEngine(path, MEMORY_BYTES, limits(kv_host_bytes), recipes=recipes)
+    engine = TorchEngine(path, MEMORY_BYTES, limits(kv_host_bytes), places=Places(recipes=str(recipes or "")))
     engine.load()
     engine.warm()
     return engine

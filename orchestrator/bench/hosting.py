@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from engine.fake import FakeSettings
+from engine.protocol import Places
 from model_pool.effects import HostRef
 from model_pool.host import EngineHost
 from model_pool.host_words import HostPicture, HostSpec
@@ -21,7 +22,8 @@ _GATEWAYS = itertools.count()
 def new_host(path: Path, recipes: str = "", fake: FakeSettings | None = None) -> EngineHost:
     """Not loaded yet."""
     ref = HostRef(path.name, 0, 0)
-    return EngineHost(HostSpec(ref, str(path), engines.MEMORY_BYTES, engines.limits(), recipes=recipes, fake=fake))
+    places = Places(recipes=recipes)
+    return EngineHost(HostSpec(ref, str(path), engines.MEMORY_BYTES, engines.limits(), places=places, fake=fake))
 
 
 async def load(host: EngineHost) -> HostPicture:

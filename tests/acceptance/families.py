@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from engine.context import Context
-from engine.protocol import EngineLimits, GenerationRequest, SamplingParams
+from engine.protocol import EngineLimits, GenerationRequest, Places, SamplingParams
 from engine.scheduler import Chunk
 from engine.torch_engine import TorchEngine
 from policies.errors import LoadFailed
@@ -98,7 +98,7 @@ def tiny(family: str, **more: Any) -> Any:
 
 def check_right(family: str, directory: Path, *, compiled: bool = False) -> Verdict:
     path = save_tiny(tiny(family, **RIGHT[family]), directory / "model")
-    engine = TorchEngine(path, 2 * 2**30, LIMITS, layers=directory / "layers" if compiled else None)
+    engine = TorchEngine(path, 2 * 2**30, LIMITS, places=Places(layers=str(directory / "layers") if compiled else ""))
     try:
         engine.load()
         engine.warm()

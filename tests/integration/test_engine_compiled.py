@@ -12,7 +12,7 @@ import pytest
 from engine import guards
 from engine.attention.torch_blocks import TorchStep
 from engine.compiled import adopt, words
-from engine.protocol import EngineLimits
+from engine.protocol import EngineLimits, Places
 from engine.torch_engine import TorchEngine
 from tests.acceptance.families import ALTERNATING, check_right, tiny
 from tests.engine_helpers import request, run, save_tiny
@@ -52,7 +52,7 @@ def place(made: Path, tmp_path: Path) -> Path:
 
 
 def engine_of(place: Path) -> TorchEngine:
-    return TorchEngine(place / "model", 4 * 2**30, LIMITS, recipes=place / "recipes", layers=place / "layers")
+    return TorchEngine(place / "model", 4 * 2**30, LIMITS, places=Places(str(place / "recipes"), str(place / "layers")))
 
 
 def loaded(place: Path) -> TorchEngine:
@@ -154,7 +154,7 @@ def test_layers_that_cannot_be_compiled_stay_plain_and_are_not_tried_again(tmp_p
     verdict = check_right("jetmoe", tmp_path, compiled=True)
     assert verdict.good
     assert verdict.layers.startswith("plain: DataDependentOutputException")
-    engine = TorchEngine(tmp_path / "model", 2 * 2**30, LIMITS, layers=tmp_path / "layers")
+    engine = TorchEngine(tmp_path / "model", 2 * 2**30, LIMITS, places=Places(layers=str(tmp_path / "layers")))
     engine.load()
     engine.warm()
     assert engine._adoption._process is None

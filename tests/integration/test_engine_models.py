@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from engine.attention import reference
-from engine.protocol import EngineLimits, GenerationRequest
+from engine.protocol import EngineLimits, GenerationRequest, Places
 from engine.torch_engine import TorchEngine
 from policies.errors import DoesNotFit, LoadFailed
 from tests.engine_helpers import (
@@ -189,7 +189,7 @@ def test_after_sleep_and_wake(family: Family) -> None:
 def test_loaded_by_the_findings_of_an_earlier_load(family: Family, tmp_path: Path) -> None:
     """Every family comes out the same of a skeleton and its files."""
     for asleep in (False, True):
-        engine = TorchEngine(family.engine.path, 4 * 2**30, LIMITS, recipes=tmp_path)
+        engine = TorchEngine(family.engine.path, 4 * 2**30, LIMITS, places=Places(recipes=str(tmp_path)))
         engine.load(asleep=asleep)
         (engine.wake if asleep else engine.warm)()
         torch.set_num_threads(1)

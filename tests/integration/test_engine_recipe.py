@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from engine import loader, recipe
 from engine.memory import held_bytes, trim
-from engine.protocol import EngineLimits
+from engine.protocol import EngineLimits, Places
 from engine.torch_engine import TorchEngine
 from policies.errors import EngineError, NotKnownYet
 from tests.engine_helpers import request, run, save_tiny, scale_values, tiny_llama
@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def engine_of(model: Path, limits: EngineLimits = LIMITS) -> TorchEngine:
-    return TorchEngine(model, 4 * 2**30, limits, recipes=model.parent / "recipes")
+    return TorchEngine(model, 4 * 2**30, limits, places=Places(recipes=str(model.parent / "recipes")))
 
 
 def answer(engine: TorchEngine) -> tuple[int, ...]:

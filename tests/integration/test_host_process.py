@@ -41,7 +41,7 @@ BEGIN = """
     import asyncio, gc, json, sys
     from pathlib import Path
     from engine.memory import held_bytes
-    from engine.protocol import EngineLimits
+    from engine.protocol import EngineLimits, Places
     from model_pool.effects import HostRef
     from model_pool.host import EngineHost
     from model_pool.host_words import HostPicture, HostSpec
@@ -49,7 +49,7 @@ BEGIN = """
     from tests.engine_helpers import request
 
     LIMITS = EngineLimits(256, max_running=4)
-    SPEC = HostSpec(HostRef("m", 0, 1), sys.argv[1], 4 * 2**30, LIMITS, recipes=sys.argv[2])
+    SPEC = HostSpec(HostRef("m", 0, 1), sys.argv[1], 4 * 2**30, LIMITS, places=Places(recipes=sys.argv[2]))
     EMPTY = HostSpec(HostRef("(prepared)", 1, 0), "", 0, LIMITS)
 
     def good(picture):
