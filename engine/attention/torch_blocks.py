@@ -9,8 +9,6 @@ is FlashAttention's and Flash-Decoding's.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +17,7 @@ from engine.attention.kv import KVMemory
 from engine.attention.step import Score, Span
 
 BATCHED_TOKENS = 512  # of a request: beyond, gathering its KV costs more than a call of its own
+FILLED_TOKENS = 128  # most by which one is filled up to the longest: what a call of its own would cost
 
 
 class TorchStep:
@@ -54,12 +53,14 @@ class TorchStep:
 
 
 def _alike(spans: list[Span]) -> list[list[Span]]:
-    """Short decoding requests whose number of blocks lies between the same two powers of two."""
-    groups: defaultdict[int, list[Span]] = defaultdict(list)
-    for span in spans:
-        if span.count == 1 and span.length - span.hidden <= BATCHED_TOKENS:
-            groups[(len(span.blocks) - 1).bit_length()].append(span)
-    return [group for group in groups.values() if len(group) > 1]
+    """Short decoding requests, the longest first, with those of about its length."""
+    groups: list[list[Span]] = []
+    short = [span for span in spans if span.count == 1 and span.length - span.hidden <= BATCHED_TOKENS]
+    for span in sorted(short, key=lambda span: len(span.blocks), reverse=True):
+        if not groups or (len(groups[-1][0].blocks) - len(span.blocks)) * span.block_size > FILLED_TOKENS:
+            groups.append([])
+        groups[-1].append(span)
+    return [group for group in groups if len(group) > 1]
 
 
 class _Batch:
@@ -71,7 +72,10 @@ class _Batch:
         most = max(len(span.blocks) for span in spans)
         self._length = most * self._size
         self._rows = torch.tensor([span.first for span in spans])
-        self._blocks = torch.tensor([[*span.blocks, *[span.blocks[0]] * (most - len(span.blocks))] for span in spans])
+        self._blocks = torch.tensor(
+            [block for span in spans for block in (*span.blocks, *[span.blocks[0]] * (most - len(span.blocks)))]
+        )
+        self._gathered = torch.empty(2, 0, 0)  # keys and values, the same memory in every layer: it stays in the cache
         self._position = torch.tensor([[span.start - span.hidden] for span in spans])
         self._unseen: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # by window
 
@@ -81,11 +85,14 @@ class _Batch:
         """Write the rows of this batch. ``query`` ``[T, Hq, D]``, ``keys`` and ``values`` ``[slots, Hkv, D]``."""
         rows, heads = len(self._spans), keys.shape[1]
         slots, mask = self._not_seen(score.window)
+        width = self._size * heads * keys.shape[2]
+        if self._gathered.shape[2] != width or self._gathered.dtype is not keys.dtype:
+            self._gathered = keys.new_empty(2, len(self._blocks), width)
         grouped = query.index_select(0, self._rows).view(rows, heads, -1, query.shape[2])
         together, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             grouped,
-            self._gather(keys, slots),
-            self._gather(values, slots),
+            self._gather(keys, slots, self._gathered[0]),
+            self._gather(values, slots, self._gathered[1]),
             attn_mask=mask.to(query.dtype),
             scale=score.scale,
         )
@@ -93,10 +100,11 @@ class _Batch:
             together = _with_sinks(together, lse, score.sinks.view(heads, -1))
         out.index_copy_(0, self._rows, together.reshape(rows, *out.shape[1:]))
 
-    def _gather(self, store: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    def _gather(self, store: torch.Tensor, empty: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         """``[R, Hkv, L, D]``, zero in slots that nobody sees: whatever is left in them, NaN too, would count."""
-        blocks = store.view(-1, self._size * store.shape[1] * store.shape[2]).index_select(0, self._blocks.view(-1))
-        tokens = blocks.view(-1, *store.shape[1:]).index_fill_(0, empty, 0.0)
+        blocks = store.view(-1, self._size * store.shape[1] * store.shape[2])
+        torch.index_select(blocks, 0, self._blocks, out=into)
+        tokens = into.view(-1, *store.shape[1:]).index_fill_(0, empty, 0.0)
         return tokens.view(len(self._spans), self._length, *store.shape[1:]).transpose(1, 2)
 
     def _not_seen(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,30 +34,31 @@ PROFILE_SECONDS = 5
 TOP_ITEMS = 3
 
 
-def run(path: Path, say: Say, *, pairs: int) -> list[Section]:
-    """All sections that go through a service of their own, for the model in ``path``."""
+def run(path: Path, shared: Path, peer: str, say: Say, *, pairs: int) -> list[Section]:
+    """All sections that go through a service of their own; ``peer``: the one that decodes fastest."""
     with tempfile.TemporaryDirectory(prefix="orchestrator-bench-") as directory:
         config = Path(directory) / "bench.yaml"
-        config.write_text(yaml.safe_dump(_config(path)))
+        config.write_text(yaml.safe_dump(_config(path, shared)))
         with own_service(config, say) as url:
-            bare = Worker("ours", path)  # after the service: both choose their threads on a quiet machine
+            bare = Worker("ours", path, shared)  # after the service: both choose their threads on a quiet machine
             try:
-                return asyncio.run(_sections(url, bare, say, pairs))
+                return asyncio.run(_sections(url, bare, lambda: Worker(peer, path, shared), say, pairs))
             finally:
                 bare.close()
 
 
-def _config(path: Path) -> dict[str, object]:
+def _config(path: Path, shared: Path) -> dict[str, object]:
     real = {"name": REAL, "source": str(path), "memory": "3GiB", "max_model_len": 2048, "max_running": 8}
     fake = {"name": FAKE, "source": "fake", "memory": "256MiB", "max_running": STREAMS, "fake": {"step_seconds": 0.02}}
     return {
+        "cache_dir": str(shared),
         "devices": [{"name": "cpu0", "memory": "4GiB"}],
         "models": [{**real, "preload": True}, {**fake, "preload": True}],
         "tenants": [{"name": "bench", "demo_key": KEY, "max_concurrent": 4 * STREAMS}],
     }
 
 
-async def _sections(url: str, bare: Worker, say: Say, pairs: int) -> list[Section]:
+async def _sections(url: str, bare: Worker, start_peer: Callable[[], Worker], say: Say, pairs: int) -> list[Section]:
     async with Client(Access(url, KEY, "bench", None)) as client:
         ruler = await _ruler(client)
         many: list[tuple[Measured, Measured]] = []
@@ -68,9 +70,22 @@ async def _sections(url: str, bare: Worker, say: Say, pairs: int) -> list[Sectio
                 say(f"through HTTP, load {load}: pair {number + 1} of {count}")
                 ours = await _through_http(client, ruler, LOADS[load], f"{load} {number}")
                 samples.append((ours, bare.measure(load)))
+        theirs = start_peer()
+        try:
+            against = await _against(client, ruler, theirs, say, pairs)
+        finally:
+            theirs.close()
         say(f"gateway, {STREAMS} streams of the fake engine")
         route = await _route_cost(client, url)
     return [
+        section(
+            "throughput_decode_http",
+            against,
+            f"transformers {theirs.who}, without HTTP",
+            "tokens/s",
+            target=">=2.2",
+            limit="float32 matrix products of few rows, and what HTTP adds (http_overhead)",
+        ),
         section(
             "http_overhead",
             [(ours.tokens_per_second, bare.tokens_per_second) for ours, bare in many],
@@ -83,6 +98,17 @@ async def _sections(url: str, bare: Worker, say: Say, pairs: int) -> list[Sectio
         _ttft("http_ttft_16", many),
         route,
     ]
+
+
+async def _against(client: Client, ruler: Ruler, theirs: Worker, say: Say, pairs: int) -> list[tuple[float, float]]:
+    """Tokens per second of ours through HTTP, and of the peer without."""
+    samples = []
+    theirs.measure("decode")  # it chooses its threads first, beside nobody
+    for number in range(pairs):
+        say(f"through HTTP against {theirs.who}: pair {number + 1} of {pairs}")
+        ours = await _through_http(client, ruler, LOADS["decode"], f"peer {number}")
+        samples.append((ours.tokens_per_second, theirs.measure("decode").tokens_per_second))
+    return samples
 
 
 def _ttft(name: str, samples: list[tuple[Measured, Measured]]) -> Section:

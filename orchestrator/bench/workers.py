@@ -21,6 +21,7 @@ from engine.memory import PROCESS_ENVIRONMENT
 from policies.errors import OrchestratorError
 
 MEMORY_BYTES = 3 * 2**30
+FLOOR = "the same matrix products in their fastest form, and nothing else"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ LOADS = {
     "decode": Load((84,) * 16, 64),
     "mixed": Load((32, 64, 128, 256, 512, 1024), 32),
     "one": Load((84,), 16),
+    "long": Load((2048, 2048), 16, at_once=2),
 }
 PROBE = Load((84,) * 8, 4)  # on which the number of threads is chosen
 
@@ -65,9 +67,10 @@ def measured(module: str, *args: str, huge_pages: bool = True) -> Any:
 class Worker:
     """One side, in a process of its own that stays up until ``close``."""
 
-    def __init__(self, who: str, path: Path) -> None:
+    def __init__(self, who: str, path: Path, shared: Path) -> None:
+        """``shared``: what engines keep for each other; peers have nothing of the kind."""
         self.who = who
-        command = [sys.executable, "-m", "orchestrator.bench.workers", who, str(path)]
+        command = [sys.executable, "-m", "orchestrator.bench.workers", who, str(path), str(shared)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -112,13 +115,24 @@ def prompts(load: Load) -> list[list[int]]:
     return [[chooser.randrange(300, 40_000) for _ in range(length)] for length in load.prompts]
 
 
-def _ours(path: Path) -> Run:
-    from engine.protocol import EngineLimits, GenerationRequest, SamplingParams
+def our_engine(path: Path, shared: Path, *, max_running: int = 8, step_tokens: int = 256) -> Any:
+    """Loaded and warm, its layers compiled."""
+    from engine.protocol import EngineLimits, Places
     from engine.torch_engine import TorchEngine
 
-    engine = TorchEngine(path, MEMORY_BYTES, EngineLimits(max_model_len=2048, max_running=8))
+    limits = EngineLimits(max_model_len=4096, max_running=max_running, step_tokens=step_tokens)
+    places = Places(*(str(shared / name) for name in ("recipes", "layers", "cores")))
+    engine = TorchEngine(path, MEMORY_BYTES, limits, places=places)
     engine.load()
     engine.warm()
+    engine.settle()
+    return engine
+
+
+def _ours(path: Path, shared: Path) -> Run:
+    from engine.protocol import GenerationRequest, SamplingParams
+
+    engine = our_engine(path, shared)
     runs = iter(range(1_000_000))
 
     def run(load: Load) -> Measured:
@@ -146,11 +160,11 @@ def _model(path: Path) -> Any:
     return model.eval()
 
 
-def _padded(path: Path) -> Run:
+def _padded(path: Path, _: Path) -> Run:
     return _with_best_threads(_generate(path, together=True))
 
 
-def _one_by_one(path: Path) -> Run:
+def _one_by_one(path: Path, _: Path) -> Run:
     return _with_best_threads(_generate(path, together=False))
 
 
@@ -180,7 +194,7 @@ def _generate(path: Path, *, together: bool) -> Run:
     return run
 
 
-def _continuous(path: Path) -> Run:
+def _continuous(path: Path, _: Path) -> Run:
     """transformers' own continuous batching."""
     from transformers import GenerationConfig
 
@@ -199,34 +213,42 @@ def _continuous(path: Path) -> Run:
     return _with_best_threads(run)
 
 
-def _floor(path: Path) -> Run:
-    """The model's matrix products alone, in the fastest form: each prompt once, then every row of every step."""
+def floor_products(model: Any) -> Callable[[int, int], None]:
+    """The model's matrix products alone, in the fastest form, of so many rows and so many sampled ones."""
     import torch
 
     from engine import linear
 
-    model = _model(path)
-    layers = linear.packable(model)
-    packed = {id(layer): linear.PackedLinear(layer) for layer in layers.values()}
-    for layer in layers.values():
-        packed[id(layer)].pack(layer.weight)
+    forms: dict[int, Any] = {}
+    for layer in linear.packable(model).values():
+        forms[id(layer)] = linear.PackedLinear(layer)
+        forms[id(layer)].pack(layer.weight)
     head = model.get_output_embeddings()
-    body = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    kinds = (torch.nn.Linear, linear.PackedLinear)
+    body = [forms.get(id(m), m) for m in model.modules() if isinstance(m, kinds) and m is not head]
+    last = forms.get(id(head), head)
 
     def products(rows: int, sampled: int) -> None:
-        for layer in body:
-            packed.get(id(layer), layer)(torch.ones(rows, layer.in_features))
-        packed.get(id(head), head)(torch.ones(sampled, head.in_features))
+        with torch.inference_mode():
+            for layer in body:
+                layer(torch.ones(rows, layer.in_features))
+            last(torch.ones(sampled, last.in_features))
+
+    return products
+
+
+def _floor(path: Path, _: Path) -> Run:
+    """Each prompt once, then every row of every step."""
+    products = floor_products(_model(path))
 
     def run(load: Load) -> Measured:
         begin = time.perf_counter()
-        with torch.inference_mode():
-            for length in load.prompts:
-                products(length, 1)
-            rows = min(load.at_once, len(load.prompts))
-            made = load.new * len(load.prompts)
-            for _ in range(made // rows):
-                products(rows, rows)
+        for length in load.prompts:
+            products(length, 1)
+        rows = min(load.at_once, len(load.prompts))
+        made = load.new * len(load.prompts)
+        for _ in range(made // rows):
+            products(rows, rows)
         return Measured(made / (time.perf_counter() - begin))
 
     return _with_best_threads(run)
@@ -245,7 +267,7 @@ def _with_best_threads(run: Run) -> Run:
     return run
 
 
-SIDES: dict[str, Callable[[Path], Run]] = {
+SIDES: dict[str, Callable[[Path, Path], Run]] = {
     "ours": _ours,
     "continuous": _continuous,
     "padded": _padded,
@@ -254,11 +276,11 @@ SIDES: dict[str, Callable[[Path], Run]] = {
 }
 
 
-def _serve(who: str, path: Path, asked: Iterable[str]) -> None:
-    run = SIDES[who](path)
+def _serve(who: str, path: Path, shared: Path, asked: Iterable[str]) -> None:
+    run = SIDES[who](path, shared)
     for name in asked:
         print(json.dumps(asdict(run(LOADS[name.strip()]))), flush=True)
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], Path(sys.argv[2]), sys.stdin)
+    _serve(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.stdin)

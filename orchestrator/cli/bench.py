@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -41,16 +42,21 @@ def bench_swap(
 @bench_app.command(name="engine", epilog="Example: orchestrator bench engine --json > engine.json")
 def bench_engine(source: SourceOption = DEMO_SOURCE, pairs: PairsOption = 3, as_json: JsonOption = False) -> None:
     """Our engine against its peers, bare and through HTTP: both sides in one run, as ratios. Takes ten minutes."""
-    from orchestrator.bench import contexts, engine, http, scheduling
+    from orchestrator.bench import contexts, engine, floors, http, loading, scheduling
 
     path = _prepared(source)
-    with err.status("measuring") as status:
-        sections = engine.run(path, lambda what: status.update(escape(what)), pairs=pairs)
+    with err.status("measuring") as status, tempfile.TemporaryDirectory(prefix="orchestrator-bench-") as directory:
+        shared = Path(directory)
+        status.update("loads: measuring, reordering, compiling layers")
+        loads = loading.run(path, shared)
+        sections, peer = engine.run(path, shared, lambda what: status.update(escape(what)), pairs=pairs)
+        status.update("single steps against their matrix products")
+        sections += floors.run(path, shared) + loads
         status.update("contexts: second turn, swap, checkpoint")
         sections += contexts.run(path)
         status.update("scheduling: a step's cost, a long prompt beside streams")
         sections += scheduling.run(path)
-        sections += http.run(path, lambda what: status.update(escape(what)), pairs=pairs)
+        sections += http.run(path, shared, peer, lambda what: status.update(escape(what)), pairs=pairs)
     _show("engine", sections, as_json)
 
 
