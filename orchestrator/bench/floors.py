@@ -48,7 +48,6 @@ def _measure(path: Path, shared: Path) -> dict[str, Any]:
 
     engine = our_engine(path, shared, max_running=OVERHEAD_ROWS, step_tokens=PROMPT)
     torch.set_num_threads(engine._governor._threads)
-    engine._kv._flat.normal_()  # KV as real as any; of pages that nobody has written, zeros would be read
     floor = floor_products(engine._runner.model)
     seen: dict[str, Any] = {"threads": torch.get_num_threads(), "items": {}}
     for rows in DECODING_ROWS:

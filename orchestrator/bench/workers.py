@@ -126,6 +126,7 @@ def our_engine(path: Path, shared: Path, *, max_running: int = 8, step_tokens: i
     engine.load()
     engine.warm()
     engine.settle()
+    engine._kv._flat.normal_()  # takes the pool's pages, which a service has after its first minutes
     return engine
 
 

@@ -70,6 +70,7 @@ def _findings(config: Config) -> Iterator[Finding]:
         yield _package(package)
     cores = len(os.sched_getaffinity(0))
     yield Finding("cores", cores >= 2, f"{cores} usable", "give the service at least 2 cores")
+    yield _compiler()
     available, ours, budget = _sizes(config)
     yield _memory(available, ours, budget)
     yield from _holders(config, available, budget)
@@ -77,6 +78,12 @@ def _findings(config: Config) -> Iterator[Finding]:
     yield _redis(config)
     yield _port(config)
     yield _cache(config)
+
+
+def _compiler() -> Finding:
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    fix = "install g++: compiled layers decode a fifth to a third faster on the CPU"
+    return Finding("compiler", found is not None, found or "none: layers stay plain", fix, warning=True)
 
 
 def _package(name: str) -> Finding:

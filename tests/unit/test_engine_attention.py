@@ -14,6 +14,11 @@ from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
 from engine.attention.torch_blocks import TorchStep
 from tests.attention_cases import Case, Part, answers
 
+BREAKS = {
+    "test_every_shape_equals": ("engine/attention/torch_blocks.py", ".index_fill_(0, empty, 0.0)", ""),
+    "test_tiles_equal": ("engine/attention/tiles.py", "hidden |= at <= row - window", "pass"),
+}
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
