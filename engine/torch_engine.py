@@ -52,7 +52,7 @@ class TorchEngine(EngineCore):
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._adoption = Adoption(places.layers if self.device == "cpu" else "", path, self.dtype)
-        self._cores = CoreShares(Path(places.cores)) if places.cores and self.device == "cpu" else None
+        self._cores = _shares(places.cores) if self.device == "cpu" else None
         self._recipe_file: Path | None = None
         if places.recipes:
             self._recipe_file = recipe.recipe_file(Path(places.recipes), path, limits, dtype, self.device)
@@ -206,3 +206,11 @@ class TorchEngine(EngineCore):
         self._weights.wake()
         trim()  # what converting weights from another dtype has used
         self._kv.take_again()
+
+
+def _shares(file: str) -> CoreShares | None:
+    """None where engines cannot meet: then each computes as if alone."""
+    try:
+        return CoreShares(Path(file)) if file else None
+    except OSError:
+        return None

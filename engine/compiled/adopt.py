@@ -112,7 +112,7 @@ class Adoption:
             try:
                 self._layers = CompiledLayers(runner.model, place, found)
                 self._place = place
-            except (RuntimeError, AttributeError, IndexError, KeyError) as error:
+            except (RuntimeError, AttributeError, LookupError, AssertionError) as error:
                 self._problem = f"{type(error).__name__}: {error}"
 
     def _take_over(self, runner: Runner, place: Path) -> None:
@@ -125,7 +125,7 @@ class Adoption:
             compiled = [runner.probe(ids)[1] for ids in ASKED]
             wrong = any(not guards.same_scores(a, b, self._dtype) for a, b in zip(compiled, plain, strict=True))
             self._problem = "compiled layers gave other scores" if wrong else ""
-        except (RuntimeError, KeyError, IndexError, AssertionError) as error:
+        except (RuntimeError, LookupError, AssertionError) as error:
             self._problem = f"compiled layers failed: {type(error).__name__}: {error}"
         if self._problem:
             self.drop()

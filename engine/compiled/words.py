@@ -85,5 +85,6 @@ def _only_ours(place: Path) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def digest(library: Path) -> str:
+    """Of a library, and of what lies beside it: which operators it calls back."""
+    return hashlib.sha256(library.read_bytes() + library.with_suffix(".json").read_bytes()).hexdigest()

@@ -189,14 +189,14 @@ class Measuring:
         """A conversation whose KV is on disk alone goes on, in a process that is warm."""
         engine, disk = self.engine, self.engine._disk
         history = _tokens(number + 4000, KEPT_TOKENS)
-        self._add("parked", history, 1)
+        self._add("parked", history, 1, f"talk{number}")  # what belongs to nobody is not worth a file
         self._drain()
         for spill in engine._kv_cache.park_on_disk():
             assert disk.wait_room(time.monotonic() + 60)
             engine._carrier.spill([spill])
         assert disk.flush(60)
         self._forget()
-        self._add("back", [*history, 7], 1)
+        self._add("back", [*history, 7], 1, f"talk{number}")
         begin = time.perf_counter()
         engine._scheduler.schedule(time.monotonic(), time.time())
         engine._kv_cache.launched()
@@ -241,11 +241,11 @@ class Measuring:
         target.copy_(source)
         return time.perf_counter() - begin
 
-    def _add(self, name: str, prompt: list[int], new: int) -> None:
+    def _add(self, name: str, prompt: list[int], new: int, session: str | None = None) -> None:
         from engine.protocol import GenerationRequest, SamplingParams
 
         params = SamplingParams(new, 0, temperature=0, ignore_eos=True)
-        self.engine.add(GenerationRequest(name, 0, tuple(prompt), params, tenant="bench"))
+        self.engine.add(GenerationRequest(name, 0, tuple(prompt), params, tenant="bench", session=session))
 
     def _first_token(self, name: str, prompt: list[int]) -> float:
         begin = time.perf_counter()
