@@ -96,8 +96,9 @@ class Adoption:
     def close(self) -> None:
         """End the compiling process, should it still run."""
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()  # which ends it
+            self._process.terminate()
             self._process.wait()
+            self._process.stdin.close()
             self._process = None
 
     def _at(self, packed: Sequence[str]) -> Path | None:

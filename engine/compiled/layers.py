@@ -20,13 +20,15 @@ class CompiledLayers:
     def __init__(self, model: torch.nn.Module, place: Path, description: Description) -> None:
         """RuntimeError when a library cannot be loaded, AttributeError when the model is not as described."""
         container = model.get_submodule(description.container)
-        self._layers: list[torch.nn.Module] = []
+        forwards: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
         for code in description.codes:
             runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(place / code.library), 1)
             for score in code.layers:
                 layer: torch.nn.Module = container[score.layer]  # type: ignore[index]
-                layer.forward = _forward(layer, score, code, runner)
-                self._layers.append(layer)
+                forwards.append((layer, _forward(layer, score, code, runner)))
+        self._layers = [layer for layer, _ in forwards]
+        for layer, forward in forwards:  # all of them or none
+            layer.forward = forward
 
     def remove(self) -> None:
         for layer in self._layers:

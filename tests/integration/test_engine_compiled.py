@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -166,9 +166,22 @@ def test_a_compiling_process_ends_with_its_engine_and_leaves_nothing_usable(tmp_
     engine = loaded(tmp_path)
     process = engine._adoption._process
     assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()  # as when its engine is killed
+    assert process.wait(30) == 1
     engine.close()
-    assert process.returncode == 1
     assert not list((tmp_path / "layers").glob("*/layers.json"))
+
+
+def test_an_engine_that_is_closed_ends_its_compiling_process_at_once(tmp_path: Path) -> None:
+    save_tiny(tiny("llama"), tmp_path / "model")
+    engine = loaded(tmp_path)
+    process = engine._adoption._process
+    assert process is not None
+    begin = time.monotonic()
+    engine.close()
+    assert time.monotonic() - begin < 1
+    assert process.returncode is not None
 
 
 def test_an_error_of_attention_comes_out_of_compiled_code_as_one(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +193,6 @@ def test_an_error_of_attention_comes_out_of_compiled_code_as_one(made: Path, mon
     monkeypatch.setattr(TorchStep, "attend", fail)
     with pytest.raises(RuntimeError):
         answer(engine)
-    assert os.getpid()
 
 
 def test_the_same_scores_means_what_it_says() -> None:
