@@ -107,19 +107,18 @@ def _compiled(path: Path, dtype: torch.dtype, packed: Sequence[str], result: Pat
         setattr(model.get_submodule(parent), child, module)
     container, layers = _find(model, config.num_hidden_layers)
     calls = [_calls(model, layers, rows) for rows in ROWS]
-    kinds: dict[str, list[tuple[_Export, LayerScore]]] = {}
+    kinds: dict[str, tuple[_Export, list[LayerScore]]] = {}
     for index, layer in enumerate(layers):
         export = _Export(layer, calls[0][index], calls[1][index])
-        kinds.setdefault(export.identity, []).append((export, export.score(index)))
+        kinds.setdefault(export.identity, (export, []))[1].append(export.score(index))
         if len(kinds) > MOST_KINDS:
             raise _Stays(f"more than {MOST_KINDS} kinds of layers")
     codes = []
-    for number, members in enumerate(kinds.values()):
-        export = members[0][0]
+    for number, (export, scores) in enumerate(kinds.values()):
         library = export.compile(result, f"layer{number}")
         codes.append(
             LayerCode(
-                tuple(score for _, score in members),
+                tuple(scores),
                 library.name,
                 words.digest(library),
                 export.places,
@@ -176,7 +175,6 @@ class _Export:
         owned = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
         hidden = {f"{name}.weight" for name in packed}
         self.tensors = [name for name in owned if name not in hidden]
-        self._layer, self._owned = layer, owned
         leaves, shape = _pytree.tree_flatten_with_path((call.args, call.kwargs))
         others = _pytree.tree_leaves((other.args, other.kwargs))
         inputs = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -218,6 +216,8 @@ class _Export:
         if len(tracing.scores) != 1:
             raise _Stays(f"a layer attends {len(tracing.scores)} times")
         self._score = tracing.scores[0]
+        if self._score.sinks is not None:  # a tensor of each layer's own, which no call back hands on
+            raise _Stays("attention sinks")
         if self._program.constants:
             raise _Stays("a layer makes tensors of its own")
         shapes = [(tuple(t.shape), str(t.dtype)) for t in (*examples, *weights, *tensors)]
@@ -225,12 +225,7 @@ class _Export:
         self.identity = hashlib.sha256(said.encode()).hexdigest()
 
     def score(self, layer: int) -> LayerScore:
-        sinks = ""
-        if self._score.sinks is not None:
-            sinks = next((name for name, tensor in self._owned.items() if tensor is self._score.sinks), "")
-            if not sinks:
-                raise _Stays("sinks that are no parameter")
-        return LayerScore(layer, self._score.scale, self._score.window, self._score.softcap, sinks)
+        return LayerScore(layer, self._score.scale, self._score.window, self._score.softcap)
 
     def compile(self, directory: Path, name: str) -> Path:
         """The library; what it wants to know of the calls back lies beside it."""

@@ -40,8 +40,7 @@ def _forward(layer: torch.nn.Module, score: LayerScore, code: LayerCode, runner:
     assert all(isinstance(module, PackedLinear) for module in packed)
     owned = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     tensors = [owned[name] for name in code.tensors]
-    sinks = owned[score.sinks] if score.sinks else None
-    me = score.layer, Score(score.scale, score.window, score.softcap, sinks)
+    me = score.layer, Score(score.scale, score.window, score.softcap)
     places = [(int(path[0]) if path[0].isdigit() else path[0], *map(int, path[1:])) for path in code.inputs]
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,6 @@ class LayerScore:
     scale: float
     window: int | None
     softcap: float | None
-    sinks: str  # name of a parameter of the layer; "": none
 
 
 @dataclass(frozen=True, slots=True)
