@@ -16,6 +16,7 @@ from policies.errors import EngineError
 
 PROMPT = (1, 2, 3, 5, 8, 13, 21, 34)  # any ids do: only sameness matters
 MOST_TOKENS = 4
+PIECE_TOKENS = 64
 WARM_SECONDS = 0.3  # for shapes beyond the usual ones
 MARGIN = 1e-3  # lead over the runner-up below which rounding could change a token
 
@@ -40,8 +41,10 @@ def warm_up(runner: Runner, kv: KVMemory, limits: EngineLimits, seen: Sequence[i
 
 
 def decoding(runner: Runner, kv: KVMemory, limits: EngineLimits) -> Callable[[], torch.Tensor]:
-    """The step that the number of threads is chosen on."""
-    return made_up_step(runner, kv, limits, [[1]] * min(4, limits.max_running, limits.step_tokens))
+    """The step that the number of threads is chosen on: a few decodes beside a piece of a prompt."""
+    decodes = min(4, limits.max_running, limits.step_tokens)
+    prompt = [1] * min(PIECE_TOKENS, limits.step_tokens - decodes, limits.max_model_len)
+    return made_up_step(runner, kv, limits, [*[[1]] * decodes, *([prompt] if prompt else [])])
 
 
 def answer(runner: Runner, kv: KVMemory, limits: EngineLimits) -> tuple[int, ...]:
