@@ -262,6 +262,7 @@ def _measure(
     rows = min(limits.max_running, limits.step_tokens)
     if device == "cpu":
         machine.choose_threads(decoding(runner, scratch, limits))
+        trim()  # pages it has used would be missing from the peak
     per_context = max(1, limits.step_tokens // rows)
     widest = made_up_step(runner, scratch, limits, [[1] * per_context] * rows)
     tokens = min(limits.step_tokens, limits.max_model_len)
