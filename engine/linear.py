@@ -6,14 +6,12 @@ there is no second copy, and waking reorders straight from the mapped file, at a
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
+from engine.device import fastest_of
+
 MEASURED_ROWS = (1, 8, 32)  # one stream, a batch of decodes, a piece of a prompt
-SAMPLES = 3
 
 
 class PackedLinear(torch.nn.Module):
@@ -74,18 +72,9 @@ def _is_faster(weight: torch.Tensor) -> bool:
     with torch.inference_mode():
         for count in MEASURED_ROWS:
             rows = torch.ones(count, weight.shape[1])
-            plain = _fastest(lambda rows=rows: F.linear(rows, weight))  # type: ignore[misc]
-            reordered = _fastest(
+            plain = fastest_of(lambda rows=rows: F.linear(rows, weight))  # type: ignore[misc]
+            reordered = fastest_of(
                 lambda rows=rows: torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")  # type: ignore[misc]
             )
             ratio *= reordered / plain
     return ratio < 1
-
-
-def _fastest(product: Callable[[], torch.Tensor]) -> float:
-    seconds = []
-    for _ in range(SAMPLES):
-        begin = time.perf_counter()
-        product()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)

@@ -7,13 +7,12 @@ is faster is measured once a process. Every new shape costs oneDNN half a millis
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from engine.attention.step import Score
+from engine.device import fastest_of
 
 FEWEST = 128  # rows of a prompt; with fewer, torch's kernel is as fast
 ROWS = 128  # of a tile, for each head
@@ -98,14 +97,5 @@ def faster() -> bool:
     score = Score(width**-0.5)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with torch.inference_mode():
-        theirs = _fastest(lambda: kernel(query[None], key[None], key[None], 0.0, True, scale=score.scale))
-        return _fastest(lambda: attend(query, key, key, 0, score)) < theirs
-
-
-def _fastest(work: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+        theirs = fastest_of(lambda: kernel(query[None], key[None], key[None], 0.0, True, scale=score.scale))
+        return fastest_of(lambda: attend(query, key, key, 0, score)) < theirs

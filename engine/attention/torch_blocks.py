@@ -26,7 +26,6 @@ class TorchStep:
     def __init__(self, kv: KVMemory, spans: list[Span]) -> None:
         self._kv = kv
         self._slots = torch.tensor([slot for span in spans for slot in span.written()])
-        self._rows = sum(span.count for span in spans)
         groups = _alike(spans)
         together = {span.first for group in groups for span in group}
         self._batches = [_Batch(group) for group in groups]

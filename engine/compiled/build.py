@@ -91,7 +91,7 @@ def build(path: Path, dtype: torch.dtype, packed: Sequence[str], place: Path) ->
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """One at a time in this directory: it takes a core and a gigabyte."""
+    """One at a time in this directory: it takes a core, and most of a gigabyte."""
     with (directory / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
