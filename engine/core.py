@@ -120,6 +120,10 @@ class EngineCore(ABC):
         """Compiled, or why not; "": there are none."""
         return ""
 
+    def _said_of_attention(self) -> str:
+        """What computes it; "": there is none."""
+        return ""
+
     def _begin(self, report: LoadReport, decoder: Decoder, eos: frozenset[int], vocabulary: int) -> None:
         self.report = report
         self._decoder, self._eos, self._vocabulary = decoder, eos, vocabulary
@@ -358,6 +362,7 @@ class EngineCore(ABC):
             generated_tokens=self._counts["generated"],
             preemptions=self._scheduler.preemptions,
             layers=self._said_of_layers(),
+            attention=self._said_of_attention(),
             steps=self._counts["steps"],
             sessions=self._kv_cache.sessions.whole(self._kv_cache.kept),
             tenants_waiting=tuple(sorted(waiting.items())),

@@ -19,6 +19,7 @@ from engine import device as machine
 from engine import guards
 from engine.attention import paged
 from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
+from engine.attention.native import NativeAttention, NotNative
 from engine.attention.paged import Probe
 from engine.canary import decoding, made_up_step
 from engine.disk_tier import queued_blocks
@@ -60,6 +61,7 @@ class Order:
     limits: EngineLimits
     dtype: torch.dtype
     device: str
+    code: str = ""  # see ``Places``
 
 
 def load_model(order: Order) -> Loaded:
@@ -79,6 +81,7 @@ def load_model(order: Order) -> Loaded:
     tokenizer = _tokenizer(path)  # part of the residual: large ones take 90 MB
     runner, weights, layers = _take_over(path, config, dtype, device, limits.block_size)
     guards.check_windows(config, layers, limits)
+    _attend_natively(runner, order, layers)
     trim()
     peak, prefill_seconds = _measure(runner, layers, limits, dtype, device)
     trim()
@@ -116,6 +119,7 @@ def load_known(order: Order, recipe: Recipe) -> Loaded:
     trim()
     recipe = dataclasses.replace(recipe, process_bytes=max(recipe.process_bytes, held_bytes()))
     runner = Runner(model, order.device, limits.block_size)
+    _attend_natively(runner, order, _layers(recipe))
     loaded = _assemble(order, config, limits, runner, weights, tokenizer, recipe)
     loaded.kv.give_back()
     return dataclasses.replace(
@@ -150,7 +154,7 @@ def _assemble(
 ) -> Loaded:
     """Allocate KV from what memory is left, and say what there is."""
     dtype = order.dtype
-    layers = {k.index: LayerShape(k.kv_heads, k.head_dim, k.value_dim, k.window) for k in recipe.layers}
+    layers = _layers(recipe)
     host_kv = _host_kv(layers, limits, dtype)
     residual = recipe.process_bytes + host_kv.nbytes + _disk_queue_bytes(layers, limits, dtype)
     spare = order.memory_bytes - weights.nbytes - recipe.peak_bytes - residual
@@ -174,6 +178,24 @@ def _assemble(
     eos = _eos(order.path, config)
     vocabulary, threads = config.vocab_size, recipe.threads
     return Loaded(weights, runner, kv, host_kv, limits, eos, vocabulary, report, tokenizer, threads, recipe)
+
+
+def _layers(recipe: Recipe) -> dict[int, LayerShape]:
+    return {k.index: LayerShape(k.kv_heads, k.head_dim, k.value_dim, k.window) for k in recipe.layers}
+
+
+def _attend_natively(runner: Runner, order: Order, layers: dict[int, LayerShape]) -> None:
+    """Where that can be; else it says why not."""
+    if order.device != "cpu":
+        return
+    if not order.code:
+        runner.attention = "torch: compile_layers is off"
+        return
+    try:
+        runner.step = NativeAttention(Path(order.code), layers, order.limits.block_size, order.dtype).step
+        runner.attention = "compiled"
+    except NotNative as error:
+        runner.attention = f"torch: {error}"
 
 
 def _build(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:

@@ -136,7 +136,7 @@ class Places:
     """What engines of one machine keep for each other, as paths; "": nothing of the kind."""
 
     recipes: str = ""  # directory: what first loads find out; without it every load is a first one
-    layers: str = ""  # directory: compiled layers; without it they stay plain
+    code: str = ""  # directory: what is compiled for the CPU; without it layers stay plain and torch attends
     cores: str = ""  # file: who computes; without it each engine computes as if alone
 
 
@@ -206,6 +206,7 @@ class EngineStats:
     preemptions: int = 0
     steps: int = 0
     layers: str = ""  # compiled, or why not
+    attention: str = ""  # what computes it, and why nothing faster
     sessions: int = 0  # whose KV, to its last full block, is still on the device
     tenants_waiting: tuple[tuple[str, int], ...] = ()
 

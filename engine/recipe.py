@@ -89,5 +89,11 @@ def machine() -> list[str]:
     versions = [f"{package} {importlib.metadata.version(package)}" for package in PACKAGES]
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return [*versions, names[0] if names else platform.machine(), f"{len(os.sched_getaffinity(0))} cores"]
+    names = _values(lines, "model name")
+    can = hashlib.sha256("".join(_values(lines, "flags", "Features")[:1]).encode()).hexdigest()[:16]  # instructions
+    return [*versions, names[0] if names else platform.machine(), can, f"{len(os.sched_getaffinity(0))} cores"]
+
+
+def _values(cpuinfo: list[str], *names: str) -> list[str]:
+    pairs = [line.partition(":") for line in cpuinfo]
+    return [value.strip() for name, _, value in pairs if name.strip() in names]

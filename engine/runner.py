@@ -20,7 +20,8 @@ class Runner:
         self.model = model
         self._device = device
         self._block_size = block_size
-        self._step = step_on(device)
+        self.step = step_on(device)
+        self.attention = "torch" if device == "cpu" else "Triton"  # for people
 
     def probe(self, token_ids: Sequence[int]) -> tuple[Probe, torch.Tensor]:
         """One plain forward that records which layers call our attention, and how; and its scores ``[1, V]``."""
@@ -48,7 +49,7 @@ class Runner:
             positions += range(chunk.start, end)
             if chunk.samples:
                 rows.append(len(ids) - 1)
-        return self._forward(self._step(kv, spans), ids, positions, rows)
+        return self._forward(self.step(kv, spans), ids, positions, rows)
 
     def _forward(self, step: Step | None, ids: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
         token = current_step.set(step)

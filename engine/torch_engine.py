@@ -51,14 +51,15 @@ class TorchEngine(EngineCore):
         self.memory_bytes = memory_bytes
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._adoption = Adoption(places.layers if self.device == "cpu" else "", path, self.dtype)
+        self._code = places.code if self.device == "cpu" else ""
+        self._adoption = Adoption(self._code, path, self.dtype)
         self._cores = _shares(places.cores) if self.device == "cpu" else None
         self._recipe_file: Path | None = None
         if places.recipes:
             self._recipe_file = recipe.recipe_file(Path(places.recipes), path, limits, dtype, self.device)
 
     def load(self, *, asleep: bool = False) -> LoadReport:
-        order = Order(self.path, self.memory_bytes, self.limits, self.dtype, self.device)
+        order = Order(self.path, self.memory_bytes, self.limits, self.dtype, self.device, self._code)
         known = recipe.read(self._recipe_file) if self._recipe_file else None
         loaded = self._load_known(order, known, asleep=asleep) if known is not None else None
         if loaded is None and asleep:
@@ -152,6 +153,9 @@ class TorchEngine(EngineCore):
 
     def _said_of_layers(self) -> str:
         return self._adoption.said
+
+    def _said_of_attention(self) -> str:
+        return self._runner.attention
 
     def lend_core(self, lent: bool) -> None:
         self._governor.lent = lent

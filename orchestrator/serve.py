@@ -124,7 +124,7 @@ def _host_spec(model: ModelConfig, path: Path | OrchestratorError | None, config
         dtype=model.dtype,
         places=Places(
             recipes=str(config.cache_dir / "recipes"),
-            layers=str(config.cache_dir / "layers") if model.compile_layers else "",
+            code=str(config.cache_dir / "layers") if model.compile_layers else "",
             cores=str(config.state_dir / "cores"),
         ),
         fake=fake,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.attention import reference, tiles
+from engine.attention import reference
 from engine.attention.kv import KVMemory
 from engine.attention.step import Score, Span
 
@@ -160,8 +160,6 @@ def _unseen(span: Span, window: int | None) -> int:
 
 def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, read: _Read, score: Score) -> torch.Tensor:
     span = read.span
-    if span.count >= tiles.FEWEST and query.dtype is torch.float32 and tiles.faster():
-        return tiles.attend(query, key, value, span.start - (span.length - key.shape[1]), score)
     if score.sinks is not None or not _is_flash(key, value, score):
         return _plain(query, key, value, span, score)
     if span.count == 1:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,13 +15,12 @@ from pathlib import Path
 
 import torch
 
-from engine import guards
+from engine import code_files, guards
 from engine.compiled import words
 from engine.compiled.layers import CompiledLayers
 from engine.runner import Runner
 
 ASKED = (range(1, 9), range(5, 6))  # token ids: a prompt, and one row alone
-NO_COMPILER = "no C++ compiler (g++) on this machine"
 
 
 class Adoption:
@@ -63,8 +61,8 @@ class Adoption:
             return
         if words.read(place) is not None:
             self._take_over(runner, place)
-        elif shutil.which(os.environ.get("CXX", "g++")) is None:
-            self._problem = NO_COMPILER
+        elif code_files.compiler() is None:
+            self._problem = code_files.NO_COMPILER
         else:
             self._place = place
             self._process = _start(self._model, self._dtype, packed, place)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from engine import code_files
 from engine.recipe import machine
 
 VERSION = 1
@@ -66,7 +65,7 @@ def directory(root: Path, model: Path, dtype: str, packed: Sequence[str]) -> Pat
 def read(place: Path) -> Description | None:
     """None when nothing is there, or nothing that may be trusted."""
     try:
-        if not _only_ours(place):
+        if not code_files.only_ours(place):
             return None
         found = _ADAPTER.validate_json((place / FILE).read_bytes())
         whole = all(digest(place / code.library) == code.sha256 for code in found.codes)
@@ -77,11 +76,6 @@ def read(place: Path) -> Description | None:
 
 def write(place: Path, description: Description) -> None:
     (place / FILE).write_bytes(_ADAPTER.dump_json(description, indent=1))
-
-
-def _only_ours(place: Path) -> bool:
-    status = place.stat()
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def digest(library: Path) -> str:

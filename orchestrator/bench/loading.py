@@ -60,7 +60,7 @@ def _measure(path: Path, shared: Path, compiled: str, settle: str) -> dict[str, 
     from engine.torch_engine import TorchEngine
     from orchestrator.bench import engines
 
-    places = Places(recipes=str(shared / "recipes"), layers=str(shared / "layers") if compiled else "")
+    places = Places(recipes=str(shared / "recipes"), code=str(shared / "layers") if compiled else "")
     begin = time.monotonic()
     engine = TorchEngine(path, engines.MEMORY_BYTES, engines.limits(), places=places)
     engine.load()

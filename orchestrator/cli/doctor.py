@@ -13,6 +13,7 @@ import httpx
 import psutil
 from rich.markup import escape
 
+from engine import code_files
 from orchestrator import holders
 from orchestrator.cli.app import app
 from orchestrator.cli.common import ConfigOption, JsonOption, KeyOption, UrlOption, admin, out, read_config, run_file
@@ -81,9 +82,11 @@ def _findings(config: Config) -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    found = shutil.which(os.environ.get("CXX", "g++"))
+    found = code_files.compiler()
     fix = "install g++: compiled layers make a decoding step on the CPU up to a sixth shorter"
-    return Finding("compiler", found is not None, found or "none: layers stay plain", fix, warning=True)
+    return Finding(
+        "compiler", found is not None, found or "none: layers stay plain, and torch attends", fix, warning=True
+    )
 
 
 def _package(name: str) -> Finding:

@@ -98,7 +98,7 @@ def tiny(family: str, **more: Any) -> Any:
 
 def check_right(family: str, directory: Path, *, compiled: bool = False) -> Verdict:
     path = save_tiny(tiny(family, **RIGHT[family]), directory / "model")
-    engine = TorchEngine(path, 2 * 2**30, LIMITS, places=Places(layers=str(directory / "layers") if compiled else ""))
+    engine = TorchEngine(path, 2 * 2**30, LIMITS, places=Places(code=str(directory / "layers") if compiled else ""))
     try:
         engine.load()
         engine.warm()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import guards
-from engine.attention.torch_blocks import TorchStep
+from engine import code_files, guards
+from engine.attention.native import NativeStep
 from engine.compiled import adopt, words
 from engine.protocol import EngineLimits, Places
 from engine.torch_engine import TorchEngine
@@ -24,7 +24,7 @@ BREAKS = {
     "test_what_was_proven": ("engine/torch_engine.py", "compiled=self._adoption.proven", 'compiled=""'),
     "test_layers_that_say_otherwise": ("engine/compiled/adopt.py", "gave other scores\" if wrong", "\" if False"),
     "test_a_damaged_library": ("engine/compiled/words.py", "return found if whole else None", "return found"),
-    "test_code_that_others": ("engine/compiled/words.py", "if not _only_ours(place):", "if False:"),
+    "test_code_that_others": ("engine/compiled/words.py", "if not code_files.only_ours(place):", "if False:"),
     "test_a_compiling_process_ends": ("engine/compiled/build.py", "    os._exit(1)\n", "    pass\n"),
 }  # fmt: skip
 
@@ -89,7 +89,7 @@ def test_an_engine_answers_while_its_layers_are_compiled_and_takes_them_over_bet
     engine._adoption.wait()
     assert answer(engine, "b") == said == plain_answer(place)
     assert compiled_layers(engine) == 2
-    assert engine.stats().layers == "compiled"
+    assert (engine.stats().layers, engine.stats().attention) == ("compiled", "compiled")
     engine.sleep()
     engine.wake()
     assert answer(engine, "c") == said
@@ -125,7 +125,7 @@ def test_layers_that_say_otherwise_stay_plain(place: Path, monkeypatch: pytest.M
 
 
 def test_a_damaged_library_is_not_loaded(place: Path) -> None:
-    (library,) = (place / "layers").glob("*/*.so")
+    (library,) = (place / "layers").glob("*/layer0.so")
     content = bytearray(library.read_bytes())
     content[len(content) // 2] ^= 1
     library.write_bytes(content)
@@ -135,7 +135,7 @@ def test_a_damaged_library_is_not_loaded(place: Path) -> None:
 
 
 def test_code_that_others_could_have_written_is_not_loaded(place: Path) -> None:
-    (directory,) = (each for each in (place / "layers").iterdir() if each.is_dir())
+    (directory,) = (each.parent for each in (place / "layers").glob("*/layers.json"))
     assert words.read(directory) is not None
     directory.chmod(0o777)
     assert words.read(directory) is None
@@ -145,7 +145,7 @@ def test_without_a_compiler_they_stay_plain_and_say_so(place: Path, monkeypatch:
     shutil.rmtree(place / "layers")
     monkeypatch.setenv("CXX", "no-such-compiler")
     engine = loaded(place)
-    assert engine.settle() == f"plain: {adopt.NO_COMPILER}"
+    assert engine.settle() == f"plain: {code_files.NO_COMPILER}"
     assert answer(engine) == plain_answer(place)
 
 
@@ -154,7 +154,7 @@ def test_layers_that_cannot_be_compiled_stay_plain_and_are_not_tried_again(tmp_p
     verdict = check_right("jetmoe", tmp_path, compiled=True)
     assert verdict.good
     assert verdict.layers.startswith("plain: DataDependentOutputException")
-    engine = TorchEngine(tmp_path / "model", 2 * 2**30, LIMITS, places=Places(layers=str(tmp_path / "layers")))
+    engine = TorchEngine(tmp_path / "model", 2 * 2**30, LIMITS, places=Places(code=str(tmp_path / "layers")))
     engine.load()
     engine.warm()
     assert engine._adoption._process is None
@@ -190,7 +190,7 @@ def test_an_error_of_attention_comes_out_of_compiled_code_as_one(made: Path, mon
     def fail(*_: object) -> None:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(TorchStep, "attend", fail)
+    monkeypatch.setattr(NativeStep, "attend", fail)
     with pytest.raises(RuntimeError):
         answer(engine)
 
