@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 SEATS = 64
+MOST_PID = 2**31
 ENTRY = struct.Struct("<qd")  # process id, 0: free; monotonic seconds until which it computes
 SILENT_SECONDS = 5.0  # a step that takes longer is taken for one that died
 
@@ -29,8 +30,7 @@ class CoreShares:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a+b") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX)
-            if os.fstat(opened.fileno()).st_size < SEATS * ENTRY.size:
-                os.ftruncate(opened.fileno(), SEATS * ENTRY.size)
+            os.posix_fallocate(opened.fileno(), 0, SEATS * ENTRY.size)  # a hole on a full disk would be a SIGBUS later
             self._seats = mmap.mmap(opened.fileno(), SEATS * ENTRY.size)
             self._mine = next((seat for seat in range(SEATS) if not _taken(self._at(seat)[0])), None)
             self._write(0.0)
@@ -40,7 +40,8 @@ class CoreShares:
         """Threads for the step that begins now; at least one."""
         now = time.monotonic()
         self._write(now + SILENT_SECONDS)
-        computing = sum(1 for seat in range(SEATS) if seat != self._mine and self._at(seat)[1] > now)
+        others = (self._at(seat)[1] for seat in range(SEATS) if seat != self._mine)
+        computing = sum(now < until <= now + SILENT_SECONDS for until in others)  # later: from before a restart
         return max(1, self._cores // (1 + computing))
 
     def rest(self) -> None:
@@ -58,4 +59,4 @@ class CoreShares:
 
 def _taken(pid: int) -> bool:
     """Also by this process: it may hold two engines."""
-    return pid != 0 and psutil.pid_exists(pid)
+    return 0 < pid < MOST_PID and psutil.pid_exists(pid)

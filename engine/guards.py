@@ -40,6 +40,11 @@ def fit_window(name: str, config: PretrainedConfig, limits: EngineLimits) -> Eng
     """Limits within the model's trained window. LoadFailed when positions there depend on who else is in the batch."""
     trained = getattr(config, "max_position_embeddings", None)
     fitted = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, trained or limits.max_model_len))
+    if getattr(config, "attn_temperature_tuning", False) and fitted.max_model_len > config.floor_scale:
+        raise LoadFailed(
+            f"{name}: beyond {config.floor_scale} tokens its attention is scaled by a position it counts by itself; "
+            f"refused with max_model_len {fitted.max_model_len}, set it to {config.floor_scale} at most"
+        )
     for rope in _ropes(config):
         if "mrope_section" in rope:
             raise LoadFailed(f"{name}: m-rope gives a token three positions, and we know one; refused")
@@ -68,7 +73,9 @@ def not_dispatched(config: PretrainedConfig, layers: list[int], cause: str) -> L
 def check_windows(config: PretrainedConfig, layers: Mapping[int, LayerShape], limits: EngineLimits) -> None:
     """LoadFailed for layers that should not see everything and do: their window lives in a mask we do not take."""
     window = getattr(config, "sliding_window", None)
-    if not window or limits.max_model_len <= window or not getattr(config, "use_sliding_window", True):
+    if not window or limits.max_model_len <= window:
+        return
+    if hasattr(type(config), "use_sliding_window") and not config.use_sliding_window:  # else a word nobody reads
         return
     kinds = getattr(config, "layer_types", None)
     if kinds is None and any(shape.window is not None for shape in layers.values()):
@@ -93,8 +100,20 @@ def check_scores(config: PretrainedConfig, ours: torch.Tensor, theirs: torch.Ten
         )
 
 
+def check_pieces(config: PretrainedConfig, pieces: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> None:
+    """LoadFailed when a prompt answers otherwise in two steps than in one."""
+    if not same_scores(pieces, whole, dtype):
+        difference, largest = float((pieces - whole).abs().max()), float(whole.abs().max())
+        raise LoadFailed(
+            f"{config.model_type}: scores of a prompt in two pieces differ by {difference:.2g} (of {largest:.2g}): it "
+            "counts positions by itself and not as told; this model family is not supported"
+        )
+
+
 def same_scores(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:
-    """But for rounding; what holds a NaN is not the same."""
+    """But for rounding; what holds a NaN is not the same, nor are scores of other tokens."""
+    if ours.shape != theirs.shape:
+        return False
     return float((ours - theirs).abs().max()) <= SAME_SCORES[dtype] * float(theirs.abs().max())
 
 

@@ -32,6 +32,8 @@ from policies.errors import DoesNotFit, LoadFailed
 from policies.preemption import KVCosts
 
 PROBE = range(1, 9)  # tokens
+LAST_PIECE = 3
+NO_MEMORY = "can't allocate memory"  # how torch says it on the CPU
 COPIED_BLOCKS = 8  # to measure what copying KV costs
 
 
@@ -79,7 +81,12 @@ def load_model(order: Order) -> Loaded:
     identity = hashing.submit(fingerprint, path)
     hashing.shutdown(wait=False)
     tokenizer = _tokenizer(path)  # part of the residual: large ones take 90 MB
-    runner, weights, layers = _take_over(path, config, dtype, device, limits.block_size)
+    try:
+        runner, weights, layers = _take_over(path, config, dtype, device, limits.block_size)
+    except (AttributeError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error):
+            raise
+        raise LoadFailed(f"{path.name}: its model code fails: {type(error).__name__}: {error}") from error
     guards.check_windows(config, layers, limits)
     _attend_natively(runner, order, layers)
     trim()
@@ -202,11 +209,12 @@ def _build(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> torch.nn
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=paged.NAME)
-    except KeyError as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
         if paged.NAME not in str(error):
-            raise
+            raise LoadFailed(f"{path.name}: transformers cannot build it: {said}") from error
         every = list(range(config.num_hidden_layers))  # its layers choose their attention from a table of their own
-        raise guards.not_dispatched(config, every, f" (KeyError: {error})") from error
+        raise guards.not_dispatched(config, every, f" ({said})") from error
     return model.eval()
 
 
@@ -239,6 +247,7 @@ def _take_over(
         runner = Runner(model, device, block_size)
         _, moved = _probe(runner, config)
         if guards.same_scores(moved.cpu(), plain, rounding):
+            guards.check_pieces(config, _in_pieces(runner, layers, block_size, dtype, device), moved, dtype)
             return runner, weights, layers
         if not weights.packed:  # else: model code that reads a linear layer's weight itself; leave it plain
             break
@@ -256,6 +265,15 @@ def _probe(runner: Runner, config: PretrainedConfig) -> tuple[dict[int, LayerSha
     if wrong:
         raise guards.not_dispatched(config, wrong, cause)
     return dict(sorted(probe.layers.items())), scores
+
+
+def _in_pieces(
+    runner: Runner, layers: dict[int, LayerShape], block_size: int, dtype: torch.dtype, device: str
+) -> torch.Tensor:
+    """The probe's scores when its last tokens come in a step of their own, over KV of the first."""
+    kv = KVMemory(layers, -(-len(PROBE) // block_size) * block_size, dtype, device)
+    made_up_step(runner, kv, block_size, [list(PROBE[:-LAST_PIECE])])()
+    return made_up_step(runner, kv, block_size, [list(PROBE)], start=len(PROBE) - LAST_PIECE)()
 
 
 def _move_buffers(model: torch.nn.Module, device: str) -> None:
@@ -286,9 +304,9 @@ def _measure(
         machine.choose_threads(decoding(runner, scratch, limits))
         trim()  # pages it has used would be missing from the peak
     per_context = max(1, limits.step_tokens // rows)
-    widest = made_up_step(runner, scratch, limits, [[1] * per_context] * rows)
+    widest = made_up_step(runner, scratch, limits.block_size, [[1] * per_context] * rows)
     tokens = min(limits.step_tokens, limits.max_model_len)
-    longest = made_up_step(runner, scratch, limits, [[1] * tokens])
+    longest = made_up_step(runner, scratch, limits.block_size, [[1] * tokens])
     peak = max(machine.peak_of(widest), machine.peak_of(longest))
     return peak, machine.seconds_of(longest) / tokens
 
@@ -339,6 +357,6 @@ def _eos(path: Path, config: PretrainedConfig) -> frozenset[int]:
     found: set[int] = set()
     file = path / "generation_config.json"
     generation = json.loads(file.read_text()) if file.is_file() else {}
-    for value in (generation.get("eos_token_id"), config.eos_token_id):
+    for value in (generation.get("eos_token_id"), getattr(config, "eos_token_id", None)):
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     return frozenset(found)

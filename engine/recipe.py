@@ -17,7 +17,7 @@ import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PositiveInt, TypeAdapter, ValidationError
 
 from engine.protocol import EngineLimits
 
@@ -31,10 +31,10 @@ class KnownLayer:
     """KV geometry of one layer; see ``attention.kv.LayerShape``."""
 
     index: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    window: int | None
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    value_dim: PositiveInt
+    window: PositiveInt | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,16 @@ class Recipe:
     fingerprint: str  # of the weights
     layers: tuple[KnownLayer, ...]
     packed: tuple[str, ...]  # names of the layers that multiply faster in oneDNN's layout
-    threads: int  # for decoding
+    threads: PositiveInt  # for decoding
     peak_bytes: int  # activations of the largest step
     process_bytes: int  # what the process kept besides weights and KV
     prefill_seconds: float  # per token
     copy_seconds: float  # per block, device to host memory
     canary: tuple[int, ...]  # the answer
-    compiled: str = ""  # name of the directory of compiled layers that were proven to say the same; see ``compiled``
-    rows: tuple[int, ...] = ()  # tokens in one step, as traffic had them most often; warmed up before the next traffic
+    compiled: str = ""  # seal of the compiled layers that were proven to say the same; see ``compiled.words``
+    rows: tuple[
+        PositiveInt, ...
+    ] = ()  # tokens in one step, as traffic had them most often; warmed up before the next traffic
 
 
 _ADAPTER = TypeAdapter(Recipe)

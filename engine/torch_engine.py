@@ -17,7 +17,7 @@ from engine.compiled.adopt import Adoption
 from engine.core import EngineCore
 from engine.cores import CoreShares
 from engine.device import ThreadGovernor
-from engine.loader import Loaded, Order, load_known, load_model
+from engine.loader import NO_MEMORY, Loaded, Order, load_known, load_model
 from engine.logprobs import Choice
 from engine.memory import trim
 from engine.protocol import NOWHERE, EngineLimits, LoadReport, Places
@@ -77,8 +77,8 @@ class TorchEngine(EngineCore):
             loaded = load_model(order)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OutOfMemory(f"not enough memory to load: {error}") from error
-        except RuntimeError as error:  # how torch says it on the CPU
-            if "can't allocate memory" not in str(error):
+        except RuntimeError as error:
+            if NO_MEMORY not in str(error):
                 raise
             raise OutOfMemory(f"not enough memory to load: {error}") from error
         self._hold(loaded)

@@ -24,6 +24,7 @@ constexpr float LOG2E = 1.44269504f;
 constexpr int dividing(int count) { return count % REGISTER_ROWS == 0 ? REGISTER_ROWS : count % 4 == 0 ? 4 : 1; }
 constexpr int TOKENS = dividing(BLOCK);         // scored together: they lie in one block
 constexpr int ELEMENTS = dividing(VALUE_WIDTH);  // of a value, added up together
+constexpr int AHEAD = 2 * TOKENS;                // tokens fetched before they are needed: a head's rows lie apart
 
 typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -114,20 +115,27 @@ struct alignas(64) Panel {
 
     // Scores become weights; what was added up before shrinks to the new largest score.
     inline void weigh(int from, int to) {
-        for (int c = 0; c < C * LANES; c += LANES) {
-            Vector most = load(&result.most[c]);
-            for (int t = from; t < to; t++) most = larger(load(&scores[t][c]), most);
-            const Vector kept = power_of_two(load(&result.most[c]) - most);
-            Vector total = load(&result.total[c]) * kept;
-            for (int t = from; t < to; t++) {
-                const Vector weight = power_of_two(load(&scores[t][c]) - most);
-                store(&scores[t][c], weight);
-                total += weight;
-            }
-            store(&result.total[c], total);
-            store(&result.most[c], most);
-            for (int d = 0; d < VALUE_WIDTH; d++) store(&result.sum[d][c], load(&result.sum[d][c]) * kept);
+        Vector most[C], total[C], kept[C];
+        for (int c = 0; c < C; c++) most[c] = load(&result.most[c * LANES]);
+        for (int t = from; t < to; t++)
+#pragma GCC unroll 3
+            for (int c = 0; c < C; c++) most[c] = larger(load(&scores[t][c * LANES]), most[c]);
+        for (int c = 0; c < C; c++) {
+            kept[c] = power_of_two(load(&result.most[c * LANES]) - most[c]);
+            total[c] = load(&result.total[c * LANES]) * kept[c];
+            store(&result.most[c * LANES], most[c]);
         }
+        for (int t = from; t < to; t++)
+#pragma GCC unroll 3
+            for (int c = 0; c < C; c++) {
+                const Vector weight = power_of_two(load(&scores[t][c * LANES]) - most[c]);
+                store(&scores[t][c * LANES], weight);
+                total[c] += weight;
+            }
+        for (int c = 0; c < C; c++) store(&result.total[c * LANES], total[c]);
+        for (int d = 0; d < VALUE_WIDTH; d++)
+#pragma GCC unroll 3
+            for (int c = 0; c < C; c++) store(&result.sum[d][c * LANES], load(&result.sum[d][c * LANES]) * kept[c]);
     }
 
     // Add the values of tokens from..to; ``values``: where those of each TOKENS tokens begin.
@@ -159,13 +167,24 @@ static void write(const Call &call, const Item &item, int64_t head, const Result
     for (int column = 0; column < item.rows; column++) {
         const int64_t row = item.row + column, token = call.spans[item.span].first + row / call.group;
         float *out = call.out + ((token * KV_HEADS + head) * call.group + row % call.group) * VALUE_WIDTH;
-        for (int d = 0; d < VALUE_WIDTH; d++) out[d] = result.sum[d][column] / result.total[column];
+        const float share = 1 / result.total[column];
+        for (int d = 0; d < VALUE_WIDTH; d++) out[d] = result.sum[d][column] * share;
     }
 }
 
 template <int C>
 static Result<C> *partial(const Call &call, const Item &item, int64_t head, int64_t part) {
     return (Result<C> *)(call.partial + ((item.place + part) * KV_HEADS + head) * PARTIAL);
+}
+
+// Where a token's key, and its value, lie in the KV memory, in rows of one head; ``token``: counted from span.hidden.
+static inline int64_t row_of(const Call &call, const Span &span, int64_t token, int64_t head) {
+    return (call.blocks[span.table + token / BLOCK] * BLOCK + token % BLOCK) * KV_HEADS + head;
+}
+
+static inline void fetch(const float *rows, int width) {
+    for (int t = 0; t < TOKENS; t++, rows += KV_HEADS * width)
+        for (int d = 0; d < width; d += 16) __builtin_prefetch(rows + d);
 }
 
 template <int C>
@@ -194,10 +213,14 @@ static void attend(const Call &call, const Item &item, int64_t head) {
         const int from = piece < begin ? begin - piece : 0, to = end - piece < PIECE ? end - piece : PIECE;
         const float *values[PIECE / TOKENS];
         for (int at = 0; at < to; at += TOKENS) {
-            const int64_t token = piece + at - span.hidden;
-            const int64_t slot = call.blocks[span.table + token / BLOCK] * BLOCK + token % BLOCK;
-            values[at / TOKENS] = call.values + (slot * KV_HEADS + head) * VALUE_WIDTH;
-            panel.score(call.keys + (slot * KV_HEADS + head) * KEY_WIDTH, at);
+            const int64_t token = piece + at - span.hidden, row = row_of(call, span, token, head);
+            if (piece + at + AHEAD < end) {
+                const int64_t next = row_of(call, span, token + AHEAD, head);
+                fetch(call.keys + next * KEY_WIDTH, KEY_WIDTH);
+                fetch(call.values + next * VALUE_WIDTH, VALUE_WIDTH);
+            }
+            values[at / TOKENS] = call.values + row * VALUE_WIDTH;
+            panel.score(call.keys + row * KEY_WIDTH, at);
         }
         if (call.softcap)
             for (float *s = panel.scores[from]; s < panel.scores[0] + to * C * LANES; s += LANES)

@@ -103,29 +103,30 @@ class NativeStep:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
     ) -> torch.Tensor:
         kernel, keys, values = self._kernels[layer], self._kv.keys[layer], self._kv.values[layer]
-        heads, rows, _ = query.shape
-        plan = self._plan(kernel, heads, keys.shape[1])
+        heads = query.shape[0]
+        plan = self._plan(kernel, heads, keys.shape[1], values.shape[2])
         query, key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value))
         sinks = None if score.sinks is None else score.sinks.float().contiguous()
-        out = query.new_empty(rows, heads, values.shape[2])
         call = plan.call
         call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        call.keys, call.values, call.out = keys.data_ptr(), values.data_ptr(), out.data_ptr()
+        call.keys, call.values = keys.data_ptr(), values.data_ptr()
         call.sinks = None if sinks is None else sinks.data_ptr()
         call.query_head, call.query_row, _ = query.stride()
         call.key_head, call.key_row, _ = key.stride()
         call.value_head, call.value_row, _ = value.stride()
         call.window, call.scale, call.softcap = score.window or 0, score.scale, score.softcap or 0.0
         kernel.attend(ctypes.byref(call))
-        return out
+        return plan.out
 
-    def _plan(self, kernel: Kernel, heads: int, kv_heads: int) -> _Plan:
-        """The same for all layers of a shape."""
-        shape = heads, kv_heads, kernel.partial_floats
+    def _plan(self, kernel: Kernel, heads: int, kv_heads: int, width: int) -> _Plan:
+        """The same for all layers of a shape, its output too: the next layer begins when this one's has been used."""
+        shape = heads, kv_heads, width
         if shape not in self._plans:
             items, parts = _items(self._spans, heads // kv_heads, kv_heads, kernel.panel_rows, self._threads)
-            self._plans[shape] = plan = _Plan(_integers(items), torch.empty(parts * kernel.partial_floats))
+            out = torch.empty(len(self._slots), heads, width)
+            self._plans[shape] = plan = _Plan(_integers(items), torch.empty(parts * kernel.partial_floats), out)
             call = plan.call
+            call.out = out.data_ptr()
             call.slots, call.blocks, call.spans = (t.data_ptr() for t in (self._slots, self._blocks, self._fields))
             call.items, call.items_count = plan.items.data_ptr(), len(items)
             call.partial = plan.partial.data_ptr() if parts else None
@@ -136,8 +137,8 @@ class NativeStep:
 class _Plan:
     """How the rows of a step are shared out among threads, and the call that says so."""
 
-    def __init__(self, items: torch.Tensor, partial: torch.Tensor) -> None:
-        self.items, self.partial = items, partial
+    def __init__(self, items: torch.Tensor, partial: torch.Tensor, out: torch.Tensor) -> None:
+        self.items, self.partial, self.out = items, partial, out
         self.call = _Call()
 
 

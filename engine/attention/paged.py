@@ -28,12 +28,14 @@ class Probe:
     """Stands in for a step while the model is probed: plain causal attention, and a record of who called."""
 
     layers: dict[int, LayerShape] = field(default_factory=dict)
+    scores: dict[int, Score] = field(default_factory=dict)
     dispatches: dict[int, int] = field(default_factory=dict)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
     ) -> torch.Tensor:
         self.layers[layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2], score.window)
+        self.scores[layer] = score
         self.dispatches[layer] = self.dispatches.get(layer, 0) + 1
         out = reference.attend(
             query,

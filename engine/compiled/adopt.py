@@ -20,6 +20,7 @@ from engine.compiled import words
 from engine.compiled.layers import CompiledLayers
 from engine.runner import Runner
 
+DAMAGED = (RuntimeError, AttributeError, LookupError, AssertionError, TypeError, ValueError)  # or of another model
 ASKED = (range(1, 9), range(5, 6))  # token ids: a prompt, and one row alone
 
 
@@ -31,13 +32,14 @@ class Adoption:
         self._root, self._model, self._dtype = root, model, dtype
         self._layers: CompiledLayers | None = None
         self._place: Path | None = None
+        self._seal = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._problem = "" if root else "compile_layers is off"
 
     @property
     def proven(self) -> str:
-        """Name of the directory whose layers run; "": none."""
-        return self._place.name if self._layers is not None and self._place is not None else ""
+        """Seal of the layers that run; "": none."""
+        return self._seal if self._layers is not None else ""
 
     @property
     def said(self) -> str:
@@ -51,7 +53,7 @@ class Adoption:
     def resume(self, runner: Runner, packed: Sequence[str], proven: str) -> None:
         """Take over what an earlier load has proven; the canary is asked afterwards."""
         place = self._at(packed)
-        if place is not None and place.name == proven and self._layers is None:
+        if place is not None and self._layers is None and _seal(place) == proven != "":
             self._install(runner, place)
 
     def begin(self, runner: Runner, packed: Sequence[str]) -> None:
@@ -72,10 +74,14 @@ class Adoption:
         if self._process is None or self._process.poll() is None:
             return False
         assert self._place is not None
-        code = self._process.returncode
+        assert self._process.stdout is not None
+        code, said = (
+            self._process.returncode,
+            self._process.stdout.read(words.LONGEST_WORD).decode(errors="replace").strip(),
+        )
         self.close()
         if code:
-            self._problem = f"the process that compiled them ended with code {code}"
+            self._problem = f"the process that compiled them ended with code {code} {said}".strip()
         else:
             self._take_over(runner, self._place)
         return self._layers is not None
@@ -97,6 +103,8 @@ class Adoption:
             self._process.terminate()
             self._process.wait()
             self._process.stdin.close()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
             self._process = None
 
     def _at(self, packed: Sequence[str]) -> Path | None:
@@ -110,31 +118,41 @@ class Adoption:
         if found is not None and not found.problem:
             try:
                 self._layers = CompiledLayers(runner.model, place, found)
-                self._place = place
-            except (RuntimeError, AttributeError, LookupError, AssertionError) as error:
+                self._seal = _seal(place)
+            except DAMAGED as error:
                 self._problem = f"{type(error).__name__}: {error}"
 
     def _take_over(self, runner: Runner, place: Path) -> None:
         """With proof: the same scores before and after."""
-        plain = [runner.probe(ids)[1] for ids in ASKED]
+        plain = [runner.probe(ids) for ids in ASKED]
         self._install(runner, place)
         if self._layers is None:
             return
         try:
-            compiled = [runner.probe(ids)[1] for ids in ASKED]
-            wrong = any(not guards.same_scores(a, b, self._dtype) for a, b in zip(compiled, plain, strict=True))
-            self._problem = "compiled layers gave other scores" if wrong else ""
-        except (RuntimeError, LookupError, AssertionError) as error:
+            compiled = [runner.probe(ids) for ids in ASKED]
+            same = all(
+                ours.scores == its.scores and guards.same_scores(a, b, self._dtype)
+                for (ours, a), (its, b) in zip(compiled, plain, strict=True)
+            )
+            self._problem = "" if same else "compiled layers gave other scores"
+        except DAMAGED as error:
             self._problem = f"compiled layers failed: {type(error).__name__}: {error}"
         if self._problem:
             self.drop()
+
+
+def _seal(place: Path) -> str:
+    try:
+        return words.seal(place)
+    except OSError:
+        return ""
 
 
 def _start(model: Path, dtype: torch.dtype, packed: Sequence[str], place: Path) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.compiled.build"],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,  # what went wrong, in a line
         stderr=subprocess.DEVNULL,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
     )

@@ -29,7 +29,7 @@ from engine import guards
 from engine.attention.paged import current_step
 from engine.attention.step import Score
 from engine.compiled import ops, words
-from engine.compiled.words import Description, LayerCode, LayerScore
+from engine.compiled.words import LONGEST_WORD, Description, LayerCode, LayerScore
 from engine.linear import PackedLinear
 from engine.loader import skeleton
 from engine.runner import Runner
@@ -38,7 +38,10 @@ ROWS = (13, 17)  # of two calls: what differs between them is the number of rows
 MOST_ROWS = 1 << 20
 MOST_KINDS = 4  # of layers in one model: each takes its time to compile
 LOWEST_PRIORITY = 19
-OPTIONS = {"cpp.dynamic_threads": True}  # as many as the engine has at the moment
+OPTIONS = {
+    "cpp.dynamic_threads": True,  # as many as the engine has at the moment
+    "aot_inductor.precompile_headers": False,  # 280 MB for each user, and openssl must be installed
+}
 
 
 class _Stays(Exception):
@@ -72,18 +75,14 @@ def build(path: Path, dtype: torch.dtype, packed: Sequence[str], place: Path) ->
     place.parent.mkdir(parents=True, exist_ok=True)
     with _alone(place.parent), tempfile.TemporaryDirectory(prefix=".new-", dir=place.parent) as made:
         for left in set(place.parent.glob(".new-*")) - {Path(made)}:  # by one that was killed
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)
         if words.read(place) is not None:
             return
         result = Path(made) / "layers"
         result.mkdir(mode=0o700)
+        tempfile.tempdir = made  # in the usual one, others could have left code where torch looks for its own
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(made) / "inductor")
-        try:
-            description = _compiled(path, dtype, packed, result)
-        except Exception as error:  # noqa: BLE001 — boundary: model code, two compilers; their layers stay plain
-            line = next(iter(str(error).strip().splitlines()), "")
-            description = Description(problem=f"{type(error).__name__}: {line}"[:300])
-        words.write(result, description)
+        words.write(result, _compiled(path, dtype, packed, result))
         if place.exists():
             shutil.rmtree(place)
         result.rename(place)
@@ -92,12 +91,40 @@ def build(path: Path, dtype: torch.dtype, packed: Sequence[str], place: Path) ->
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
     """One at a time in this directory: it takes a core, and most of a gigabyte."""
-    with (directory / ".lock").open("w") as lock:
+    with (directory / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _compiled(path: Path, dtype: torch.dtype, packed: Sequence[str], result: Path) -> Description:
+    """What cannot be exported today cannot tomorrow, which is kept; what fails later, on a full disk say, may pass."""
+    try:
+        container, kinds = _exports(path, dtype, packed)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 — boundary: model code, under torch's export
+        return Description(problem=_said(error))
+    codes = []
+    for number, (export, scores) in enumerate(kinds):
+        library = export.compile(result, f"layer{number}")
+        codes.append(
+            LayerCode(
+                tuple(scores),
+                library.name,
+                words.digest(library),
+                export.places,
+                tuple(export.packed),
+                tuple(export.tensors),
+                export.in_tuple,
+            )
+        )
+    return Description(container, tuple(codes))
+
+
+def _exports(
+    path: Path, dtype: torch.dtype, packed: Sequence[str]
+) -> tuple[str, list[tuple[_Export, list[LayerScore]]]]:
+    """Name of the module that holds the layers; and their graphs, each with those that have it."""
     config = guards.read_config(path)
     model = skeleton(config, dtype)
     for name in packed:
@@ -113,21 +140,12 @@ def _compiled(path: Path, dtype: torch.dtype, packed: Sequence[str], result: Pat
         kinds.setdefault(export.identity, (export, []))[1].append(export.score(index))
         if len(kinds) > MOST_KINDS:
             raise _Stays(f"more than {MOST_KINDS} kinds of layers")
-    codes = []
-    for number, (export, scores) in enumerate(kinds.values()):
-        library = export.compile(result, f"layer{number}")
-        codes.append(
-            LayerCode(
-                tuple(scores),
-                library.name,
-                words.digest(library),
-                export.places,
-                tuple(export.packed),
-                tuple(export.tensors),
-                export.in_tuple,
-            )
-        )
-    return Description(container, tuple(codes))
+    return container, list(kinds.values())
+
+
+def _said(error: Exception) -> str:
+    line = next(iter(str(error).strip().splitlines()), "")
+    return line if isinstance(error, _Stays) else f"{type(error).__name__}: {line}"[:LONGEST_WORD]
 
 
 def _called_back(module: PackedLinear) -> Any:
@@ -277,7 +295,12 @@ def main() -> None:
     torch.set_num_threads(1)
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_engine, daemon=True).start()
-    build(Path(order["path"]), getattr(torch, order["dtype"]), order["packed"], Path(order["place"]))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            build(Path(order["path"]), getattr(torch, order["dtype"]), order["packed"], Path(order["place"]))
+    except Exception as error:  # noqa: BLE001 — boundary: two compilers; the layers stay plain until the next load
+        print(_said(error))
+        sys.exit(1)
 
 
 def _end_with_engine() -> None:

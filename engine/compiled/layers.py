@@ -18,9 +18,12 @@ class CompiledLayers:
     """Installed from the start; ``remove`` makes the model plain again."""
 
     def __init__(self, model: torch.nn.Module, place: Path, description: Description) -> None:
-        """RuntimeError when a library cannot be loaded, AttributeError when the model is not as described."""
+        """RuntimeError when a library cannot be loaded; Attribute-, Type- or ValueError for a model of another kind."""
         container = model.get_submodule(description.container)
         forwards: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
+        said = sorted(score.layer for code in description.codes for score in code.layers)
+        if said != list(range(len(container))):  # type: ignore[arg-type]
+            raise ValueError(f"compiled are layers {said} of {len(container)}")  # type: ignore[arg-type]
         for code in description.codes:
             runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(place / code.library), 1)
             for score in code.layers:

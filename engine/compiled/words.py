@@ -19,6 +19,7 @@ from engine.recipe import machine
 
 VERSION = 1
 FILE = "layers.json"
+LONGEST_WORD = 300  # of a reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ def read(place: Path) -> Description | None:
     except (OSError, ValidationError):
         return None
     return found if whole else None
+
+
+def seal(place: Path) -> str:
+    """Of exactly what lies there, by name and content; OSError when nothing does."""
+    return f"{place.name}:{hashlib.sha256((place / FILE).read_bytes()).hexdigest()[:24]}"
 
 
 def write(place: Path, description: Description) -> None:

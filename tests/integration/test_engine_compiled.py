@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,10 @@ PROMPT = tuple(range(10, 40))
 BREAKS = {
     "test_an_engine_answers_while": ("engine/compiled/adopt.py", "self._process.poll() is None:", "True:"),
     "test_what_was_proven": ("engine/torch_engine.py", "compiled=self._adoption.proven", 'compiled=""'),
-    "test_layers_that_say_otherwise": ("engine/compiled/adopt.py", "gave other scores\" if wrong", "\" if False"),
+    "test_layers_that_say_otherwise": ("engine/compiled/adopt.py", '"" if same else', '"" if True else'),
+    "test_a_description_of_something": ("engine/compiled/adopt.py", "ours.scores == its.scores and", ""),
+    "test_what_may_pass": ("engine/compiled/build.py", "(_said(error))\n        sys.exit(1)\n", "\n"),
+    "test_nothing_is_compiled": ("engine/compiled/build.py", "        tempfile.tempdir = made", "        pass"),
     "test_a_damaged_library": ("engine/compiled/words.py", "return found if whole else None", "return found"),
     "test_code_that_others": ("engine/compiled/words.py", "if not code_files.only_ours(place):", "if False:"),
     "test_a_compiling_process_ends": ("engine/compiled/build.py", "    os._exit(1)\n", "    pass\n"),
@@ -124,6 +129,33 @@ def test_layers_that_say_otherwise_stay_plain(place: Path, monkeypatch: pytest.M
     assert answer(engine) == said
 
 
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda d: d["codes"][0]["layers"][0].update(window=52), "compiled layers gave other scores"),
+        (lambda d: d["codes"][0]["layers"][0].update(layer=-1), "compiled are layers"),
+        (lambda d: d["codes"].clear(), "compiled are layers"),
+        (lambda d: d.update(container="model.embed_tokens"), "has no len"),
+        (lambda d: d["codes"][0]["inputs"][0].append("x"), "invalid literal"),
+    ],
+)
+def test_a_description_of_something_else_is_not_gone_by(
+    place: Path, spoil: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    """Neither at a first load nor with a recipe that had proven it."""
+    right = plain_answer(place)
+    assert compiled_layers(loaded(place)) == 2
+    file = next((place / "layers").glob("*/layers.json"))
+    description = json.loads(file.read_text())
+    spoil(description)
+    file.write_text(json.dumps(description))
+    for _ in range(2):
+        engine = loaded(place)
+        assert said in engine.stats().layers
+        assert compiled_layers(engine) == 0
+        assert answer(engine) == right
+
+
 def test_a_damaged_library_is_not_loaded(place: Path) -> None:
     (library,) = (place / "layers").glob("*/layer0.so")
     content = bytearray(library.read_bytes())
@@ -159,6 +191,33 @@ def test_layers_that_cannot_be_compiled_stay_plain_and_are_not_tried_again(tmp_p
     engine.warm()
     assert engine._adoption._process is None
     assert engine.settle() == verdict.layers
+
+
+def test_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that fails today, for a full disk say, is not a reason for ever."""
+    save_tiny(tiny("llama"), tmp_path / "model")
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\necho 'No space left on device' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    engine = loaded(tmp_path)
+    assert "the process that compiled them ended with code 1 InductorError" in engine.settle()
+    assert engine.stats().attention == f"torch: {compiler} ended with 1: No space left on device"
+    monkeypatch.delenv("CXX")
+    engine = loaded(tmp_path)
+    assert (engine.settle(), engine.stats().attention) == ("compiled", "compiled")
+
+
+def test_nothing_is_compiled_outside_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a shared one, others could have left code where torch looks for its own."""
+    save_tiny(tiny("llama"), tmp_path / "model")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, str(shared))
+    assert loaded(tmp_path).settle() == "compiled"
+    assert list(shared.iterdir()) == []
 
 
 def test_a_compiling_process_ends_with_its_engine_and_leaves_nothing_usable(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Prompts and steps are sized so that chunk borders, block borders and the edge of
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ BREAKS = {
     "test_E61_rotary": ("engine/guards.py", "if frozen is None or fitted.max_model_len > frozen:", "if False:"),
     "test_a_window_that_lives_in_a_mask": ("engine/guards.py", "    if blind:\n", "    if False:\n"),
     "test_what_its_config_says": ("engine/guards.py", "if _alibi(config):", "if False:"),
+    "test_a_word_that_its_family": ("engine/guards.py", 'hasattr(type(config), "use_sliding_window") and', ""),
+    "test_a_model_that_counts": ("engine/guards.py", "if not same_scores(pieces, whole, dtype):", "if False:"),
+    "test_attention_that_is_scaled": ("engine/guards.py", "fitted.max_model_len > config.floor_scale", "False"),
     "test_scores_that_are_not": ("engine/guards.py", "if not same_scores(ours, theirs, dtype):", "if False:"),
 }
 LENGTHS = (1, 5, 11, 12, 13, 30, 41)
@@ -283,6 +287,41 @@ def test_a_window_that_lives_in_a_mask_is_refused_where_it_would_be_crossed(tmp_
     with pytest.raises(LoadFailed, match=r"layers \[0, 1\] do not tell paged attention their window of 12 tokens"):
         load(path)
     assert load(path, limits=dataclasses.replace(LIMITS, max_model_len=WINDOW)).limits.max_model_len == WINDOW
+
+
+def test_a_word_that_its_family_does_not_know_switches_no_window_off(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": WINDOW}
+    path = save_tiny(config_of("phimoe", **sizes), tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "use_sliding_window": False}))
+    with pytest.raises(LoadFailed, match="do not tell paged attention their window"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["bart", "pegasus"])
+def test_a_model_that_counts_positions_by_itself_is_refused(name: str, tmp_path: Path) -> None:
+    """A decoder alone, which takes a later piece of a prompt for its beginning."""
+    sizes = {"d_model": 64, "decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 4}
+    path = save_tiny(AutoConfig.for_model(name, **{**BASE, **sizes, "decoder_ffn_dim": 96}), tmp_path)
+    with pytest.raises(LoadFailed, match="in two pieces differ by"):
+        load(path)
+
+
+def test_attention_that_is_scaled_by_a_position_of_its_own_is_refused_where_that_begins(tmp_path: Path) -> None:
+    layers = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 1], "head_dim": 16, "num_local_experts": 2}
+    sizes = {**layers, "intermediate_size_mlp": 96, "attn_temperature_tuning": True, "floor_scale": 40}
+    path = save_tiny(config_of("llama4_text", **sizes), tmp_path)
+    with pytest.raises(LoadFailed, match=r"beyond 40 tokens .* set it to 40 at most"):
+        load(path)
+    assert load(path, limits=dataclasses.replace(LIMITS, max_model_len=40)).limits.max_model_len == 40
+
+
+def test_model_code_that_fails_is_a_refusal_with_its_words(tmp_path: Path) -> None:
+    path = save_tiny(config_of("llama"), tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "head_dim": 24}))
+    with pytest.raises(LoadFailed, match=r"RuntimeError: .*size mismatch|its model code fails|transformers cannot"):
+        load(path)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ BREAKS = {
     "test_each_computing_engine_has_its_share": ("engine/cores.py", "self._cores // (1 + computing)", "self._cores"),
     "test_who_rests_leaves": ("engine/cores.py", "moment.\"\"\"\n        self._write(0.0)", "moment.\"\"\""),
     "test_a_seat_of_a_dead_process": ("engine/cores.py", "psutil.pid_exists(pid)", "True"),
+    "test_what_was_written_before": ("engine/cores.py", "now < until <= now + SILENT_SECONDS", "now < until"),
+    "test_on_a_full_disk": ("engine/cores.py", "posix_fallocate(opened.fileno(), 0,", "ftruncate(opened.fileno(),"),
     "test_a_share_is_what": ("engine/device.py", "- self.lent, share or self._threads)", ", 99)"),
 }  # fmt: skip
 
@@ -54,6 +58,29 @@ def test_a_seat_of_a_dead_process_is_taken_again_and_no_other(tmp_path: Path) ->
         subprocess.run([sys.executable, "-c", script, str(tmp_path / "cores")], check=True)
     assert CoreShares(tmp_path / "cores")._mine == 0
     assert CoreShares(tmp_path / "cores")._mine == 1
+
+
+def test_what_was_written_before_the_machine_restarted_is_not_counted(tmp_path: Path) -> None:
+    """Its clock begins again, and process ids are given out again."""
+    file = tmp_path / "cores"
+    one = CoreShares(file)
+    content = bytearray(file.read_bytes())
+    for seat, pid in ((1, os.getpid()), (2, 2**40), (3, -5)):
+        cores.ENTRY.pack_into(content, seat * cores.ENTRY.size, pid, time.monotonic() + 1e6)
+    file.write_bytes(content)
+    assert one.take() == 4
+    assert CoreShares(file)._mine == 2
+
+
+def test_on_a_full_disk_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out when the file is made: written through the map, it would end the process."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        CoreShares(tmp_path / "cores")
 
 
 def test_without_a_free_seat_it_still_counts_the_others(tmp_path: Path) -> None:

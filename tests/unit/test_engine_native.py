@@ -132,7 +132,7 @@ def test_each_geometry_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: py
 
 def test_without_a_compiler_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(NotNative, match=r"no C\+\\+ compiler"):
+    with pytest.raises(NotNative, match=r"no C\+\+ compiler"):
         NativeAttention(tmp_path, LAYERS, 16, torch.float32)
 
 
