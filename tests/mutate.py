@@ -69,11 +69,11 @@ def notices(tree: Path, broken: Break) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-k", default="", help="only breaks whose test name contains this")
+    parser.add_argument("-k", default="", help="only breaks whose test (file::name) contains this")
     only = parser.parse_args().k
     table = Table("TEST", "FILE", "RESULT")
     missed = 0
-    breaks = [broken for broken in all_breaks() if only in broken[1]]
+    breaks = [broken for broken in all_breaks() if only in f"{broken[0]}::{broken[1]}"]
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch)
         for name in COPIED:

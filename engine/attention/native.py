@@ -105,7 +105,7 @@ class NativeStep:
         kernel, keys, values = self._kernels[layer], self._kv.keys[layer], self._kv.values[layer]
         heads = query.shape[0]
         plan = self._plan(kernel, heads, keys.shape[1], values.shape[2])
-        query, key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value))
+        query, key, value = (_readable(each) for each in (query, key, value))
         sinks = None if score.sinks is None else score.sinks.float().contiguous()
         call = plan.call
         call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -231,6 +231,11 @@ def _check(kernel: Kernel, geometry: _Geometry) -> None:
     right = reference.attend(query, key, value, start=0, scale=score.scale).transpose(0, 1)
     if not torch.allclose(said, right, rtol=TOLERANCE, atol=TOLERANCE):
         raise NotNative(f"the kernel is wrong by {float((said - right).abs().max()):.2g} on this machine")
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.float()
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def _integers(rows: Sequence[int] | Sequence[tuple[int, ...]]) -> torch.Tensor:

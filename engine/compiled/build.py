@@ -40,7 +40,8 @@ MOST_KINDS = 4  # of layers in one model: each takes its time to compile
 LOWEST_PRIORITY = 19
 OPTIONS = {
     "cpp.dynamic_threads": True,  # as many as the engine has at the moment
-    "aot_inductor.precompile_headers": False,  # 280 MB for each user, and openssl must be installed
+    # they lie where others could have left theirs, take 280 MB for each user, and openssl must be installed
+    "aot_inductor.precompile_headers": False,
 }
 
 
@@ -80,7 +81,6 @@ def build(path: Path, dtype: torch.dtype, packed: Sequence[str], place: Path) ->
             return
         result = Path(made) / "layers"
         result.mkdir(mode=0o700)
-        tempfile.tempdir = made  # in the usual one, others could have left code where torch looks for its own
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(made) / "inductor")
         words.write(result, _compiled(path, dtype, packed, result))
         if place.exists():

@@ -117,6 +117,14 @@ def test_what_is_not_a_number_stays_so(code: Path) -> None:
     assert out.isnan().flatten(1).any(1).tolist() == [row == 7 for row in range(21)]
 
 
+def test_it_computes_with_torchs_threads_and_starts_no_others(code: Path) -> None:
+    """Two pools of threads would spin against each other."""
+    torch.set_num_threads(2)
+    compare(Case(2, 2, 64, 0, (Part(0, 80, False),), None, None, False, 0.3, 5), code)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in lines if "libgomp" in line}) == 1
+
+
 LAYERS = {0: LayerShape(1, 8, 8), 1: LayerShape(1, 8, 8), 2: LayerShape(2, 8, 8)}
 
 
