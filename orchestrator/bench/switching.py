@@ -101,7 +101,7 @@ def _forward(engine: Any, prompt: list[int]) -> float:
     """Seconds of the model's bare forward, with the threads that the engine would use; nothing is cached by now."""
     from engine import canary
 
-    step = canary.made_up_step(engine._runner, engine._kv, engine.limits, [prompt])
+    step = canary.made_up_step(engine._runner, engine._kv, engine.limits.block_size, [prompt])
     with engine._governor.step():
         begin = time.perf_counter()
         step()

@@ -167,7 +167,7 @@ def _scores(size: Size, path: Path, ours: Any, dtype: str) -> Iterator[Line]:
     from transformers import AutoModelForCausalLM
 
     prompt = [2 + (7 * n * n + 3 * n) % (size.vocabulary - 2) for n in range(200)]
-    said = made_up_step(ours._runner, ours._kv, ours.limits, [prompt])().float().cpu()
+    said = made_up_step(ours._runner, ours._kv, ours.limits.block_size, [prompt])().float().cpu()
     scores = {}
     for kind in ("float32", dtype):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, kind), attn_implementation="eager")
