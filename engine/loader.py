@@ -33,6 +33,7 @@ from policies.preemption import KVCosts
 
 PROBE = range(1, 9)  # tokens
 LAST_PIECE = 3
+NATIVE = "compiled"  # what attends, for people
 NO_MEMORY = "can't allocate memory"  # how torch says it on the CPU
 COPIED_BLOCKS = 8  # to measure what copying KV costs
 
@@ -103,6 +104,7 @@ def load_model(order: Order) -> Loaded:
         prefill_seconds=prefill_seconds,
         copy_seconds=0.0,
         canary=(),
+        native=runner.attention == NATIVE,
     )
     loaded = _assemble(order, config, limits, runner, weights, tokenizer, recipe)
     recipe = dataclasses.replace(recipe, copy_seconds=_copy_seconds(loaded.kv, loaded.host_kv, limits.block_size))
@@ -127,6 +129,8 @@ def load_known(order: Order, recipe: Recipe) -> Loaded:
     recipe = dataclasses.replace(recipe, process_bytes=max(recipe.process_bytes, held_bytes()))
     runner = Runner(model, order.device, limits.block_size)
     _attend_natively(runner, order, _layers(recipe))
+    if recipe.native and runner.attention != NATIVE:
+        raise LoadFailed(f"the recipe is of native attention, and this load's is by {runner.attention}")
     loaded = _assemble(order, config, limits, runner, weights, tokenizer, recipe)
     loaded.kv.give_back()
     return dataclasses.replace(
@@ -200,7 +204,7 @@ def _attend_natively(runner: Runner, order: Order, layers: dict[int, LayerShape]
         return
     try:
         runner.step = NativeAttention(Path(order.code), layers, order.limits.block_size, order.dtype).step
-        runner.attention = "compiled"
+        runner.attention = NATIVE
     except NotNative as error:
         runner.attention = f"torch: {error}"
 

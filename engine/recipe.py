@@ -50,6 +50,7 @@ class Recipe:
     prefill_seconds: float  # per token
     copy_seconds: float  # per block, device to host memory
     canary: tuple[int, ...]  # the answer
+    native: bool = False  # the peak is that of native attention, which needs no masks
     compiled: str = ""  # seal of the compiled layers that were proven to say the same; see ``compiled.words``
     rows: tuple[
         PositiveInt, ...

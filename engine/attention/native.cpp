@@ -69,11 +69,13 @@ static inline Vector power_of_two(Vector x) {
     return (Vector)bits;
 }
 
-// softcap * tanh(x / softcap), times LOG2E.
+// softcap * tanh(x / softcap), times LOG2E. Near 0 by Taylor's terms: there the other form takes like from like.
 static inline Vector bent(Vector x, float softcap) {
-    const Vector power = power_of_two((x < 0.f ? x : -x) * (2 * LOG2E / softcap));
-    const Vector size = (1.f - power) / (1.f + power) * (softcap * LOG2E);
-    return x < 0.f ? -size : size;
+    const Vector at = x / softcap, square = at * at, size = at < 0.f ? -at : at;
+    const Vector power = power_of_two(size * (-2 * LOG2E));
+    const Vector far = (1.f - power) / (1.f + power);
+    const Vector near = at * (1.f + square * (-1.f / 3 + square * (2.f / 15 - square * (17.f / 315))));
+    return (size < 0.1f ? near : at < 0.f ? -far : far) * (softcap * LOG2E);
 }
 
 template <int C>
@@ -200,9 +202,9 @@ static void attend(const Call &call, const Item &item, int64_t head) {
         const float *query = call.query + query_head * call.query_head + (span.first + token) * call.query_row;
         for (int d = 0; d < KEY_WIDTH; d++) panel.query[d][column] = query[d] * scale;
         panel.position[column] = span.start + token;
-        const bool sink = call.sinks && item.part == 0;
-        result.most[column] = sink ? call.sinks[query_head] * LOG2E : NOTHING;
-        result.total[column] = sink;
+        const float sink = call.sinks && item.part == 0 ? call.sinks[query_head] * LOG2E : NOTHING;
+        result.most[column] = sink > NOTHING ? sink : NOTHING;
+        result.total[column] = sink > NOTHING;
     }
     const int64_t oldest = span.start + item.row / call.group;
     const int64_t newest = span.start + (item.row + item.rows - 1) / call.group;

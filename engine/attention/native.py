@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -103,30 +104,31 @@ class NativeStep:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
     ) -> torch.Tensor:
         kernel, keys, values = self._kernels[layer], self._kv.keys[layer], self._kv.values[layer]
-        heads = query.shape[0]
-        plan = self._plan(kernel, heads, keys.shape[1], values.shape[2])
+        heads, rows, _ = query.shape
+        plan = self._plan(kernel, heads, keys.shape[1])
         query, key, value = (_readable(each) for each in (query, key, value))
         sinks = None if score.sinks is None else score.sinks.float().contiguous()
+        out = query.new_empty(
+            rows, heads, values.shape[2]
+        )  # the caller's: compiled code writes into it when it is done
         call = plan.call
         call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        call.keys, call.values = keys.data_ptr(), values.data_ptr()
+        call.keys, call.values, call.out = keys.data_ptr(), values.data_ptr(), out.data_ptr()
         call.sinks = None if sinks is None else sinks.data_ptr()
         call.query_head, call.query_row, _ = query.stride()
         call.key_head, call.key_row, _ = key.stride()
         call.value_head, call.value_row, _ = value.stride()
         call.window, call.scale, call.softcap = score.window or 0, score.scale, score.softcap or 0.0
         kernel.attend(ctypes.byref(call))
-        return plan.out
+        return out
 
-    def _plan(self, kernel: Kernel, heads: int, kv_heads: int, width: int) -> _Plan:
-        """The same for all layers of a shape, its output too: the next layer begins when this one's has been used."""
-        shape = heads, kv_heads, width
+    def _plan(self, kernel: Kernel, heads: int, kv_heads: int) -> _Plan:
+        """The same for all layers of a shape."""
+        shape = heads, kv_heads, kernel.partial_floats
         if shape not in self._plans:
             items, parts = _items(self._spans, heads // kv_heads, kv_heads, kernel.panel_rows, self._threads)
-            out = torch.empty(len(self._slots), heads, width)
-            self._plans[shape] = plan = _Plan(_integers(items), torch.empty(parts * kernel.partial_floats), out)
+            self._plans[shape] = plan = _Plan(_integers(items), torch.empty(parts * kernel.partial_floats))
             call = plan.call
-            call.out = out.data_ptr()
             call.slots, call.blocks, call.spans = (t.data_ptr() for t in (self._slots, self._blocks, self._fields))
             call.items, call.items_count = plan.items.data_ptr(), len(items)
             call.partial = plan.partial.data_ptr() if parts else None
@@ -137,16 +139,26 @@ class NativeStep:
 class _Plan:
     """How the rows of a step are shared out among threads, and the call that says so."""
 
-    def __init__(self, items: torch.Tensor, partial: torch.Tensor, out: torch.Tensor) -> None:
-        self.items, self.partial, self.out = items, partial, out
+    def __init__(self, items: torch.Tensor, partial: torch.Tensor) -> None:
+        self.items, self.partial = items, partial
         self.call = _Call()
 
 
-_Item = tuple[int, int, int, int, int, int, int, int]  # see native.cpp
+class _Item(NamedTuple):
+    """``Item`` of native.cpp."""
+
+    span: int
+    row: int
+    rows: int
+    begin: int
+    end: int
+    part: int
+    parts: int
+    place: int
 
 
 def _items(spans: Sequence[Span], group: int, kv_heads: int, panel_rows: int, threads: int) -> tuple[list[_Item], int]:
-    """``Item`` of native.cpp, the longest first; and how many of them are parts of one that is shared."""
+    """The longest first; and how many of them are parts of one that is shared."""
     panels = [
         (number, row, min(panel_rows, span.count * group - row))
         for number, span in enumerate(spans)
@@ -163,9 +175,9 @@ def _items(spans: Sequence[Span], group: int, kv_heads: int, panel_rows: int, th
         length = -(-seen // mine // span.block_size) * span.block_size
         for part in range(mine):
             begin = span.hidden + part * length
-            items.append((number, row, rows, begin, min(begin + length, end), part, mine, place))
+            items.append(_Item(number, row, rows, begin, min(begin + length, end), part, mine, place))
         place += mine if mine > 1 else 0
-    items.sort(key=lambda item: item[3] - item[4])
+    items.sort(key=lambda item: item.begin - item.end)
     return items, place
 
 
@@ -187,6 +199,8 @@ def _compile(geometry: _Geometry, library: Path) -> None:
     if compiler is None:
         raise NotNative(code_files.NO_COMPILER)
     library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not code_files.only_ours(library.parent):
+        raise NotNative(f"others can write to {library.parent}")
     sizes = {"KV_HEADS": geometry.kv_heads, "BLOCK": geometry.block}
     sizes |= {"KEY_WIDTH": geometry.key_width, "VALUE_WIDTH": geometry.value_width}
     with tempfile.TemporaryDirectory(prefix=".new-", dir=library.parent) as made:
@@ -234,6 +248,7 @@ def _check(kernel: Kernel, geometry: _Geometry) -> None:
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows of float32 whose elements adjoin."""
     tensor = tensor.float()
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 

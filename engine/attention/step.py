@@ -70,5 +70,5 @@ class Step(Protocol):
             value: ``[Hkv, T, Dv]``.
 
         Returns:
-            ``[T, Hq, Dv]``, until the next call.
+            ``[T, Hq, Dv]``, the caller's own.
         """

@@ -67,7 +67,10 @@ class Adoption:
             self._problem = code_files.NO_COMPILER
         else:
             self._place = place
-            self._process = _start(self._model, self._dtype, packed, place)
+            try:
+                self._process = _start(self._model, self._dtype, packed, place)
+            except OSError as error:
+                self._problem = f"{type(error).__name__}: {error}"
 
     def look(self, runner: Runner) -> bool:
         """Between steps: take over what has been made meanwhile. Has anything changed?"""

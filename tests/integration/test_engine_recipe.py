@@ -30,6 +30,7 @@ BREAKS = {
         "self._recipe_file.unlink(missing_ok=True)",
         "            raise",
     ),
+    "test_a_peak_of_native": ("engine/loader.py", "if recipe.native and", "if False and"),
     "test_shapes_seen": ("engine/torch_engine.py", "self.limits, self._recipe.rows)", "self.limits)"),
     "test_weights_that_the_files_name": ("engine/torch_engine.py", "and not self._weights.private_bytes", ""),
 }
@@ -214,3 +215,16 @@ def test_weights_that_the_files_name_otherwise_are_computed_by_a_whole_load_each
     save_file(unprefixed, file, {"format": "pt"})
     assert len(first(model)) == 8
     assert not list((model.parent / "recipes").glob("*"))
+
+
+def test_a_peak_of_native_attention_is_not_gone_by_where_torch_attends(model: Path) -> None:
+    """Torch needs masks, which may be far larger than what was measured."""
+    places = Places(recipes=str(model.parent / "recipes"), code=str(model.parent / "code"))
+    engine = TorchEngine(model, 4 * 2**30, LIMITS, places=places)
+    engine.load()
+    assert engine.stats().attention == "compiled"
+    engine.warm()
+    engine.close()
+    assert json.loads(kept(model).read_text())["native"]
+    first(model)
+    assert not json.loads(kept(model).read_text())["native"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -105,6 +105,24 @@ def test_blocks_of_any_size(block: int, code: Path, monkeypatch: pytest.MonkeyPa
 
 def test_scores_far_apart_neither_overflow_nor_vanish(code: Path) -> None:
     compare(Case(1, 1, 8, 0, (Part(100, 30, False),), None, None, False, 300.0, 3), code)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0, 1e4, 1e9])
+def test_softcaps_of_any_size(softcap: float, code: Path) -> None:
+    compare(Case(1, 2, 64, 0, (Part(100, 30, False),), None, softcap, False, 0.5, 3), code)
+
+
+def test_sinks_that_take_nothing_beside_parts_that_see_nothing(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose window lies in the later parts alone."""
+    torch.set_num_threads(2)
+    monkeypatch.setattr(native, "LEAST_OF_A_PART", 30)
+    monkeypatch.setattr(native, "ITEMS_PER_THREAD", 30)
+    monkeypatch.setattr(torch, "randn", _with_endless_sinks(torch.randn, heads=4))
+    compare(Case(2, 2, 64, 0, (Part(150, 40, False),), 130, None, True, 0.3, 5), code)
+
+
+def _with_endless_sinks(randn: Callable[..., torch.Tensor], heads: int) -> Callable[..., torch.Tensor]:
+    return lambda *shape, **more: torch.full((heads,), -torch.inf) if shape == (heads,) else randn(*shape, **more)
 
 
 def test_what_is_not_a_number_stays_so(code: Path) -> None:
