@@ -79,7 +79,7 @@ def compare(case: Case, code: Path, flags: tuple[str, ...] = native.FLAGS) -> No
 
 @pytest.mark.parametrize("flags", WIDTHS, ids=["native", "narrow"][: len(WIDTHS)])
 @given(case=cases)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_shape_equals_the_definition_and_reads_no_slot_it_should_not(
     case: Case, flags: tuple[str, ...], code: Path
 ) -> None:
@@ -88,7 +88,7 @@ def test_every_shape_equals_the_definition_and_reads_no_slot_it_should_not(
 
 
 @given(case=cases, least=st.sampled_from([4, 30, 64]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_long_history_that_threads_share_is_merged_right(case: Case, least: int, code: Path) -> None:
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch:
