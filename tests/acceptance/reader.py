@@ -60,7 +60,7 @@ class Reader:
             return ended.stdout.strip("\n").split("\n")
         with redis.Redis(port=self._port, password=self._password, decode_responses=True) as client:
             answer = client.execute_command(*command)
-        values = answer if isinstance(answer, list) else [answer or ""]
+        values = answer if isinstance(answer, list) else ["" if answer is None else str(answer)]
         return [line for value in values for line in value.split("\n")]
 
 

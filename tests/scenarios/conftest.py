@@ -35,7 +35,7 @@ def scarce_service(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[s
     directory = tmp_path_factory.mktemp("scarce")
     config = yaml.safe_load(CONFIG.read_text())
     config["models"] += [
-        {"name": family, "source": str(path), "memory": "900MiB", "max_model_len": 512}
+        {"name": family, "source": str(path), "memory": "900MiB", "max_model_len": 512, "compile_layers": False}
         for family, path in tiny_models.items()
     ]
     (directory / "config.yaml").write_text(yaml.safe_dump(config))

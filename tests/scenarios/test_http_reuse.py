@@ -75,14 +75,15 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Pat
     """A demo model, a tiny one, and fake ones; a busy session is waited for."""
     directory = tmp_path_factory.mktemp("reuse")
     fake = {"source": "fake", "memory": "160MiB"}
+    plain, small = {"compile_layers": False}, {"memory": "900MiB", "max_model_len": 512}
     shutil.copytree(tiny_models["llama"], directory / "edited")
     config = {
         "http": {"deadline_seconds": 60, "busy_session_seconds": 5},
         "devices": [{"name": "cpu0", "memory": "4GiB"}],
         "models": [
-            {"name": "real", "source": "demo:smollm2-135m-instruct", "memory": "2GiB", "max_model_len": 1024},
-            {"name": "tiny", "source": str(tiny_models["llama"]), "memory": "900MiB", "max_model_len": 512},
-            {"name": "edited", "source": str(directory / "edited"), "memory": "900MiB", "max_model_len": 512},
+            {**plain, "name": "real", "source": "demo:smollm2-135m-instruct", "memory": "2GiB", "max_model_len": 1024},
+            {**plain, **small, "name": "tiny", "source": str(tiny_models["llama"])},
+            {**plain, **small, "name": "edited", "source": str(directory / "edited")},
             {"name": "bytes", **fake, "chat_template": "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
              "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"},
             {"name": "base", **fake},  # as base models: the fallback template
