@@ -93,20 +93,18 @@ def check_windows(config: PretrainedConfig, layers: Mapping[int, LayerShape], li
 def check_scores(config: PretrainedConfig, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
     """LoadFailed when the model answers otherwise than by transformers' own attention."""
     if not same_scores(ours, theirs, dtype):
-        difference, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
         raise LoadFailed(
-            f"{config.model_type}: scores through paged attention differ by {difference:.2g} (of {largest:.2g}) from "
-            "those of its own; this model family is not supported"
+            f"{config.model_type}: scores through paged attention {_differ(ours, theirs)} from those of its own; this "
+            "model family is not supported"
         )
 
 
 def check_pieces(config: PretrainedConfig, pieces: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> None:
     """LoadFailed when a prompt answers otherwise in two steps than in one."""
     if not same_scores(pieces, whole, dtype):
-        difference, largest = float((pieces - whole).abs().max()), float(whole.abs().max())
         raise LoadFailed(
-            f"{config.model_type}: scores of a prompt in two pieces differ by {difference:.2g} (of {largest:.2g}): it "
-            "counts positions by itself and not as told; this model family is not supported"
+            f"{config.model_type}: scores of a prompt in two pieces {_differ(pieces, whole)}: it counts positions by "
+            "itself and not as told; this model family is not supported"
         )
 
 
@@ -115,6 +113,12 @@ def same_scores(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) ->
     if ours.shape != theirs.shape:
         return False
     return float((ours - theirs).abs().max()) <= SAME_SCORES[dtype] * float(theirs.abs().max())
+
+
+def _differ(ours: torch.Tensor, theirs: torch.Tensor) -> str:
+    if ours.shape != theirs.shape:
+        return f"differ in shape, {tuple(ours.shape)} and {tuple(theirs.shape)},"
+    return f"differ by {float((ours - theirs).abs().max()):.2g} (of {float(theirs.abs().max()):.2g})"
 
 
 def _alibi(config: PretrainedConfig) -> bool:

@@ -43,7 +43,7 @@ class Recipe:
 
     fingerprint: str  # of the weights
     layers: tuple[KnownLayer, ...]
-    packed: tuple[str, ...]  # names of the layers that multiply faster in oneDNN's layout
+    packed: tuple[str, ...]  # names of the layers that lie in oneDNN's layout
     threads: PositiveInt  # for decoding
     peak_bytes: int  # activations of the largest step
     process_bytes: int  # what the process kept besides weights and KV
@@ -52,9 +52,8 @@ class Recipe:
     canary: tuple[int, ...]  # the answer
     native: bool = False  # the peak is that of native attention, which needs no masks
     compiled: str = ""  # seal of the compiled layers that were proven to say the same; see ``compiled.words``
-    rows: tuple[
-        PositiveInt, ...
-    ] = ()  # tokens in one step, as traffic had them most often; warmed up before the next traffic
+    # tokens in one step, as traffic had them most often; warmed up before the next traffic
+    rows: tuple[PositiveInt, ...] = ()
 
 
 _ADAPTER = TypeAdapter(Recipe)

@@ -78,8 +78,9 @@ static inline Vector bent(Vector x, float softcap) {
     return (size < 0.1f ? near : at < 0.f ? -far : far) * (softcap * LOG2E);
 }
 
+// Of C vectors of rows: the weighted sum of values, the sum of the weights, and the largest score in powers of two.
 template <int C>
-struct alignas(64) Result {  // of C vectors of rows: the weighted sum of values, its weights' sum, and the largest score, log2
+struct alignas(64) Result {
     float sum[VALUE_WIDTH][C * LANES], total[C * LANES], most[C * LANES];
 };
 constexpr int64_t PARTIAL = sizeof(Result<VECTORS>) / sizeof(float);

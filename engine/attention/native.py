@@ -108,9 +108,7 @@ class NativeStep:
         plan = self._plan(kernel, heads, keys.shape[1])
         query, key, value = (_readable(each) for each in (query, key, value))
         sinks = None if score.sinks is None else score.sinks.float().contiguous()
-        out = query.new_empty(
-            rows, heads, values.shape[2]
-        )  # the caller's: compiled code writes into it when it is done
+        out = query.new_empty(rows, heads, values.shape[2])  # new in each layer: compiled code may write into it
         call = plan.call
         call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
         call.keys, call.values, call.out = keys.data_ptr(), values.data_ptr(), out.data_ptr()

@@ -24,9 +24,8 @@ def test_the_program_in_its_short_form(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_family_that_comes_out_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        torch_blocks, "_unseen", lambda span, window: 2 if span.start > 8 else 0
-    )  # the load looks at 8 tokens
+    # beyond the 8 tokens that the load looks at
+    monkeypatch.setattr(torch_blocks, "_unseen", lambda span, window: 2 if span.start > 8 else 0)
     before = torch.get_num_threads()
     verdict = families.check_right("gemma2", tmp_path)
     torch.set_num_threads(before)

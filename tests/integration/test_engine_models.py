@@ -41,6 +41,11 @@ BREAKS = {
     "test_what_its_config_says": ("engine/guards.py", "if _alibi(config):", "if False:"),
     "test_a_word_that_its_family": ("engine/guards.py", 'hasattr(type(config), "use_sliding_window") and', ""),
     "test_a_model_that_counts": ("engine/guards.py", "if not same_scores(pieces, whole, dtype):", "if False:"),
+    "test_model_code_that_fails": (
+        "engine/loader.py",
+        "except (AttributeError, RuntimeError) as error:",
+        "except ZeroDivisionError as error:",
+    ),
     "test_attention_that_is_scaled": ("engine/guards.py", "fitted.max_model_len > config.floor_scale", "False"),
     "test_scores_that_are_not": ("engine/guards.py", "if not same_scores(ours, theirs, dtype):", "if False:"),
 }
@@ -320,7 +325,7 @@ def test_model_code_that_fails_is_a_refusal_with_its_words(tmp_path: Path) -> No
     path = save_tiny(config_of("llama"), tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "head_dim": 24}))
-    with pytest.raises(LoadFailed, match=r"RuntimeError: .*size mismatch|its model code fails|transformers cannot"):
+    with pytest.raises(LoadFailed, match="its model code fails: RuntimeError"):
         load(path)
 
 
