@@ -28,7 +28,7 @@ def warm_up(runner: Runner, kv: KVMemory, limits: EngineLimits, seen: Sequence[i
         made_up_step(runner, kv, limits.block_size, [[1]] * count)()
     if next(iter(kv.keys.values())).is_cuda:  # kernels are compiled when first launched: of prompts, and of split keys
         longest = [1] * min(limits.max_model_len, kv.num_slots)
-        made_up_step(runner, kv, limits.block_size, [longest[: limits.step_tokens]])()
+        made_up_step(runner, kv, limits.block_size, [longest[: limits.largest_step]])()
         made_up_step(runner, kv, limits.block_size, [longest], start=len(longest) - 1)()
     until = time.monotonic() + WARM_SECONDS
     for count in sorted(set(seen) - rows):

@@ -301,15 +301,15 @@ def _measure(
     runner: Runner, layers: dict[int, LayerShape], limits: EngineLimits, dtype: torch.dtype, device: str
 ) -> tuple[int, float]:
     """Threads for decoding; then the activation peak of the largest step, and its seconds per token."""
-    slots = -(-limits.step_tokens // limits.block_size) * limits.block_size
+    slots = -(-limits.largest_step // limits.block_size) * limits.block_size
     scratch = KVMemory(layers, slots, dtype, device)
     rows = min(limits.max_running, limits.step_tokens)
     if device == "cpu":
         machine.choose_threads(decoding(runner, scratch, limits))
         trim()  # pages it has used would be missing from the peak
-    per_context = max(1, limits.step_tokens // rows)
+    per_context = max(1, limits.largest_step // rows)
     widest = made_up_step(runner, scratch, limits.block_size, [[1] * per_context] * rows)
-    tokens = min(limits.step_tokens, limits.max_model_len)
+    tokens = min(limits.largest_step, limits.max_model_len)
     longest = made_up_step(runner, scratch, limits.block_size, [[1] * tokens])
     peak = max(machine.peak_of(widest), machine.peak_of(longest))
     return peak, machine.seconds_of(longest) / tokens

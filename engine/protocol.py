@@ -123,12 +123,18 @@ class EngineLimits:
     max_model_len: int  # tokens of prompt + answer
     block_size: int = 16  # tokens
     step_tokens: int = 256  # most tokens computed in one step
+    prompt_step_tokens: int = 0  # most when nobody decodes, who would wait for them; never fewer than step_tokens
     max_running: int = 16  # most generations in one step
     max_waiting: int = 256
     ordering: str = "priority"  # a name of policies.registry.ORDERING
     kv_host_bytes: int = 0  # of the memory: for KV that left the device (preempted, or of a sleeping model)
     kv_disk_bytes: int = 0  # of this node's disk, for the KV of all its models; 0: none
     kv_disk: str = ""  # the directory
+
+    @property
+    def largest_step(self) -> int:
+        """Tokens; the activation peak is measured for so many."""
+        return max(self.step_tokens, self.prompt_step_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from engine.protocol import EngineLimits
 
 VERSION = 1
 PACKAGES = ("torch", "transformers", "safetensors")
-SHAPING = ("max_model_len", "block_size", "step_tokens", "max_running")  # limits that what is measured depends on
+# limits that what is measured depends on
+SHAPING = ("max_model_len", "block_size", "step_tokens", "prompt_step_tokens", "max_running")
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,8 @@ class Scheduler:
         expired = self._expire(now, wall)
         self.running.sort(key=lambda context: self.order(context, wall))
         decoding = sum(c.num_tokens - c.num_computed == 1 for c in self.running)
-        budget = self.limits.step_tokens - decoding  # at least 1 if anybody else runs: see most_running
+        # at least 1 if anybody else runs: see most_running
+        budget = self.limits.step_tokens - decoding if decoding else self.limits.largest_step
         chunks: list[Chunk] = []
         position = 0
         while position < len(self.running):  # preemption shortens the list from its end

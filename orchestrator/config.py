@@ -112,6 +112,7 @@ class ModelConfig(Section):
     default_max_tokens: int = Field(512, ge=1, description="answer tokens when the request names no limit")
     block_size: int = Field(16, ge=1, le=256, description="tokens in one KV block")
     step_tokens: int = Field(256, ge=16, description="most tokens computed in one step")
+    prompt_step_tokens: int = Field(512, ge=0, description="most when nobody decodes; never fewer than step_tokens")
     max_running: int = Field(16, ge=1, description="most generations in one step")
     max_waiting: int = Field(256, ge=1, description="most generations waiting in the engine, and for the model")
     ordering: str = Field("priority", description="who runs first: priority (tier, then arrival), fcfs or sjf")

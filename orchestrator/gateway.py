@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.exceptions import RayError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model_pool.host import NAMESPACE
 from orchestrator import logs
@@ -57,13 +58,22 @@ def _json(body: Any) -> Response:
     return Response(orjson.dumps(body, default=str), media_type="application/json")
 
 
+class _Naming:
+    """Gives a request its id and its arrival. Not a middleware function: those take every chunk through a queue."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            request = Request(scope)
+            request.state.request_id = request_id_of(request, f"req_{uuid.uuid4().hex}")
+            request.state.arrival = time.time()
+        await self._app(scope, receive, send)  # Serve puts X-Request-ID on the answer
+
+
 # registered before the class: Serve copies the app when it sees `ingress`
-@app.middleware("http")
-async def _name_request(request: Request, call_next: Any) -> Response:
-    request.state.request_id = request_id_of(request, f"req_{uuid.uuid4().hex}")
-    request.state.arrival = time.time()
-    response: Response = await call_next(request)
-    return response  # Serve's proxy puts X-Request-ID on the answer
+app.add_middleware(_Naming)
 
 
 @app.exception_handler(OrchestratorError)

@@ -114,6 +114,7 @@ def _host_spec(model: ModelConfig, path: Path | OrchestratorError | None, config
             max_model_len=model.max_model_len,
             block_size=model.block_size,
             step_tokens=model.step_tokens,
+            prompt_step_tokens=model.prompt_step_tokens,
             max_running=model.max_running,
             max_waiting=model.max_waiting,
             ordering=model.ordering,

@@ -120,7 +120,7 @@ def our_engine(path: Path, shared: Path, *, max_running: int = 8, step_tokens: i
     from engine.protocol import EngineLimits, Places
     from engine.torch_engine import TorchEngine
 
-    limits = EngineLimits(max_model_len=4096, max_running=max_running, step_tokens=step_tokens)
+    limits = EngineLimits(max_model_len=4096, max_running=max_running, step_tokens=step_tokens, prompt_step_tokens=512)
     places = Places(*(str(shared / name) for name in ("recipes", "layers", "cores")))
     engine = TorchEngine(path, MEMORY_BYTES, limits, places=places)
     engine.load()

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from orchestrator.cli.app import app
 from orchestrator.cli.common import ConfigOption, JsonOption, bars, err, out, read_config, size
-from orchestrator.cluster import require_token
+from orchestrator.cluster import fast_front, require_token
 from orchestrator.config import Config
 from policies.errors import DoesNotFit
 
@@ -35,6 +35,7 @@ def serve(
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     if settings.ray.address is None:
         os.environ.update(require_token(settings.state_dir))
+        os.environ.update({**fast_front(settings.state_dir), **os.environ})  # what the user has said stands
     from orchestrator.serve import Service, prepare_models  # Ray is slow to import: not for the small verbs
 
     with bars() as progress:

@@ -25,10 +25,14 @@ from policies.errors import QueueFull, RequestTooLarge
 from policies.types import ContextState, Tier
 from tests.engine_helpers import request, scheduler_of
 
-BREAKS = {"test_what_has_not_come": ("engine/kv_cache.py", "        if unfilled:", "        if False:")}
+BREAKS = {
+    "test_what_has_not_come": ("engine/kv_cache.py", "        if unfilled:", "        if False:"),
+    "test_a_step_is_larger": ("engine/scheduler.py", "if decoding else self.limits.largest_step", ""),
+}
 S = ContextState
 SIZE = 4
 LIMITS = EngineLimits(max_model_len=64, block_size=SIZE, step_tokens=8, max_running=3, max_waiting=5)
+MACHINE_LIMITS = replace(LIMITS, prompt_step_tokens=11)
 
 
 def context_of(
@@ -163,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.disk = Disk(disk == "eager") if disk else None
         kv = KVCache(SIZE, self.blocks, host_blocks, window=window, disk=self.disk)
         self.kv, self.pool = kv, kv.pool
-        self.scheduler = Scheduler(LIMITS, kv)
+        self.scheduler = Scheduler(MACHINE_LIMITS, kv)
         self.memory = Memory(self.blocks, host_blocks, self.disk, window or 10**9)
         if self.disk is not None:
             self.disk.slots = self.memory.slots
@@ -211,6 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clock += seconds
         self.pool.pins_changed(self.kv.sessions.pins_changed(self.clock))
         free = self.pool.num_free
+        decoding = [c for c in self.scheduler.running if c.num_tokens - c.num_computed == 1]
         plan = self.scheduler.schedule(self.clock, self.clock)
         failed = fails == 0 and len(plan.moves) > 0
         if failed:
@@ -226,7 +231,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.live.remove(context)
         self.flying = plan
         self.flying_blocks = {b for c in plan.chunks for b in c.context.block_table} - {NO_BLOCK}
-        assert sum(chunk.count for chunk in plan.chunks) <= LIMITS.step_tokens
+        waited_for = any(chunk.context in decoding for chunk in plan.chunks)
+        most = LIMITS.step_tokens if waited_for else MACHINE_LIMITS.prompt_step_tokens
+        assert sum(chunk.count for chunk in plan.chunks) <= most
         assert len({chunk.context.context_id for chunk in plan.chunks}) == len(plan.chunks) <= LIMITS.max_running
         for chunk in plan.chunks:
             assert chunk.context.state is S.RUNNING
@@ -408,6 +415,20 @@ def test_a_prompt_longer_than_a_step_is_computed_in_chunks_beside_decoding() -> 
         [(short, 2, 1), (long, 0, 7)],
         [(short, 3, 1), (long, 7, 7)],
         [(short, 4, 1), (long, 14, 6)],
+    ]
+
+
+def test_a_step_is_larger_while_nobody_decodes() -> None:
+    scheduler = scheduler_of(replace(LIMITS, prompt_step_tokens=12), 20)
+    first, second = context_of("f", list(range(20)), 8), context_of("s", list(range(20, 40)), 2, arrival=1.0)
+    scheduler.add(first)
+    scheduler.add(second)
+    plans = [step(scheduler) for _ in range(4)]
+    assert [[(c.context, c.start, c.count) for c in p.chunks] for p in plans] == [
+        [(first, 0, 12)],
+        [(first, 12, 8), (second, 0, 4)],
+        [(first, 20, 1), (second, 4, 7)],
+        [(first, 21, 1), (second, 11, 7)],
     ]
 
 
