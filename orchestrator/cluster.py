@@ -149,6 +149,7 @@ def fast_front(state_dir: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),  # Ray's proxy, while no gateway is up
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(gateways.start),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(gateways.stop - 1),
+        "RAY_SERVE_PORT_QUARANTINE_S": "0",  # who may still send to a dead gateway's port finds another gateway there
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # a gateway that goes: until HAProxy knows
     }
 
