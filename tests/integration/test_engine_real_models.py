@@ -8,7 +8,7 @@ step by step; two prompts go through ``generate`` itself as well.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -51,12 +51,19 @@ class Real:
     engine: TorchEngine
     plain: Any
     prompts: tuple[tuple[int, ...], ...]
+    checked: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)  # the same answer is looked at once
 
     def check(self, said: dict[str, Said]) -> int:
         """Every choice is transformers' own; returns how many were clear by the margin."""
         return sum(self._check_one(int(name), one.tokens) for name, one in said.items())
 
     def _check_one(self, index: int, tokens: Sequence[int]) -> int:
+        key = (index, tuple(tokens))
+        if key not in self.checked:
+            self.checked[key] = self._clear(index, tokens)
+        return self.checked[key]
+
+    def _clear(self, index: int, tokens: Sequence[int]) -> int:
         prompt = self.prompts[index]
         assert len(tokens) == NEW
         with torch.inference_mode():

@@ -16,6 +16,8 @@ import yaml
 from tests.scenarios.calls import ACME, GLOBEX, ask, bring_up, stream, timed
 from tests.service import RunningService, wait_until
 
+pytestmark = pytest.mark.service
+
 BREAKS = {
     "test_while_a_cold_model_loads": (
         "orchestrator/serve.py",
