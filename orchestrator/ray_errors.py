@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ray.exceptions import RayTaskError, TaskCancelledError
+from starlette.requests import ClientDisconnect
 
 
 def said(error: BaseException) -> str:
@@ -14,7 +15,7 @@ def said(error: BaseException) -> str:
 
 
 def client_left(error: BaseException) -> bool:
-    """Is it nothing but Ray's word for that? Serve cancels the call; whoever waits for it may be in task groups."""
+    """Is it nothing but Ray's word for that, or Starlette's? Serve cancels the call; waiters may be in task groups."""
     if isinstance(error, BaseExceptionGroup):
         return all(client_left(each) for each in error.exceptions)
-    return isinstance(error, TaskCancelledError)
+    return isinstance(error, (TaskCancelledError, ClientDisconnect))

@@ -48,6 +48,9 @@ class Models:
 async def read_body(request: Request, most_bytes: int) -> bytes:
     """The body, as long as it is no longer than ``most_bytes``. BodyTooLarge."""
     raw = bytearray()
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and int(said) > most_bytes:  # before it is sent, by who waits for "100 Continue"
+        raise BodyTooLarge(f"the body has {said} bytes; the limit of this service is {most_bytes}")
     async for piece in request.stream():
         raw += piece
         if len(raw) > most_bytes:

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from orchestrator.cli.app import app
 from orchestrator.cli.common import ConfigOption, JsonOption, bars, err, out, read_config, size
-from orchestrator.cluster import fast_front, require_token
+from orchestrator.cluster import require_token
 from orchestrator.config import Config
+from orchestrator.front import fast_front
 from policies.errors import DoesNotFit
 
 
