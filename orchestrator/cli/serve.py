@@ -36,7 +36,8 @@ def serve(
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     if settings.ray.address is None:
         os.environ.update(require_token(settings.state_dir))
-        os.environ.update({**fast_front(settings.state_dir), **os.environ})  # what the user has said stands
+        front = fast_front(settings.state_dir, settings.http.host)
+        os.environ.update({**front, **os.environ})  # what the user has said stands
     from orchestrator.serve import Service, prepare_models  # Ray is slow to import: not for the small verbs
 
     with bars() as progress:
