@@ -44,11 +44,6 @@ def seconds_of(step: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def fastest_of(work: Callable[[], object], samples: int = 3) -> float:
-    """Wall seconds of the fastest run."""
-    return min(seconds_of(work) for _ in range(samples))
-
-
 class ThreadGovernor:
     """Falls back to one thread while other processes want the cores.
 

@@ -19,12 +19,14 @@ from engine import device as machine
 from engine import guards
 from engine.attention import paged
 from engine.attention.kv import KVMemory, LayerShape, bytes_per_token
-from engine.attention.native import NativeAttention, NotNative
+from engine.attention.native import NativeAttention
 from engine.attention.paged import Probe
 from engine.canary import decoding, made_up_step
 from engine.disk_tier import queued_blocks
 from engine.memory import held_bytes, trim
+from engine.native_code import NotNative
 from engine.protocol import EngineLimits, LoadReport
+from engine.quantised import native as products
 from engine.recipe import KnownLayer, Recipe
 from engine.runner import Runner
 from engine.weights import Weights, fingerprint
@@ -83,7 +85,7 @@ def load_model(order: Order) -> Loaded:
     hashing.shutdown(wait=False)
     tokenizer = _tokenizer(path)  # part of the residual: large ones take 90 MB
     try:
-        runner, weights, layers = _take_over(path, config, dtype, device, limits.block_size)
+        runner, weights, layers = _take_over(order, config, limits.block_size)
     except (AttributeError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error):
             raise
@@ -123,7 +125,7 @@ def load_known(order: Order, recipe: Recipe) -> Loaded:
     limits = guards.fit_window(order.path.name, config, order.limits)
     tokenizer = _tokenizer(order.path)
     model = skeleton(config, order.dtype)
-    weights = Weights(model, order.path, order.device, known=recipe.packed)
+    weights = Weights(model, order.path, order.device, fold=_can_fold(order), known=recipe.packed)
     _move_buffers(model, order.device)
     trim()
     recipe = dataclasses.replace(recipe, process_bytes=max(recipe.process_bytes, held_bytes()))
@@ -195,6 +197,17 @@ def _layers(recipe: Recipe) -> dict[int, LayerShape]:
     return {k.index: LayerShape(k.kv_heads, k.head_dim, k.value_dim, k.window) for k in recipe.layers}
 
 
+def _can_fold(order: Order) -> bool:
+    """Is there code for products with folded weights?"""
+    if order.device != "cpu" or order.dtype != torch.float32 or not order.code:
+        return False
+    try:
+        products.load(Path(order.code))
+    except NotNative:
+        return False
+    return True
+
+
 def _attend_natively(runner: Runner, order: Order, layers: dict[int, LayerShape]) -> None:
     """Where that can be; else it says why not."""
     if order.device != "cpu":
@@ -237,16 +250,17 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _take_over(
-    path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str, block_size: int
+    order: Order, config: PretrainedConfig, block_size: int
 ) -> tuple[Runner, Weights, dict[int, LayerShape]]:
     """Build the model and give its weights our own memory; its scores must not change by that."""
+    path, dtype, device, fold = order.path, order.dtype, order.device, _can_fold(order)
     rounding = torch.float32 if device == "cpu" else dtype  # another device adds in another order
     for pack in (device == "cpu", False):
         model = _build(path, config, dtype)
         built = Runner(model, "cpu", block_size)
         layers, plain = _probe(built, config)
         guards.check_scores(config, plain, _own_scores(model, built), dtype)
-        weights = Weights(model, path, device, pack=pack)
+        weights = Weights(model, path, device, pack=pack, fold=fold and pack)
         _move_buffers(model, device)
         runner = Runner(model, device, block_size)
         _, moved = _probe(runner, config)

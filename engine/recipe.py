@@ -16,12 +16,15 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import PositiveInt, TypeAdapter, ValidationError
 
 from engine.protocol import EngineLimits
 
-VERSION = 1
+VERSION = 2
+FOLDED = "weights.folded"  # a file in a model's directory; see ``quantised.grid``
+Form = Literal["reordered", "folded"]  # of a weight; see ``linear``
 PACKAGES = ("torch", "transformers", "safetensors")
 # limits that what is measured depends on
 SHAPING = ("max_model_len", "block_size", "step_tokens", "prompt_step_tokens", "max_running")
@@ -44,7 +47,7 @@ class Recipe:
 
     fingerprint: str  # of the weights
     layers: tuple[KnownLayer, ...]
-    packed: tuple[str, ...]  # names of the layers that lie in oneDNN's layout
+    packed: dict[str, Form]  # the layers whose weights lie in a form of their own
     threads: PositiveInt  # for decoding
     peak_bytes: int  # activations of the largest step
     process_bytes: int  # what the process kept besides weights and KV
@@ -62,7 +65,7 @@ _ADAPTER = TypeAdapter(Recipe)
 
 def recipe_file(directory: Path, model: Path, limits: EngineLimits, dtype: str, device: str) -> Path:
     """Where the recipe of such a load is kept; it need not exist."""
-    files = [*sorted(model.glob("*.safetensors")), model / "config.json"]
+    files = [*sorted(model.glob("*.safetensors")), model / FOLDED, model / "config.json"]
     stamps = [(f.name, s.st_size, s.st_mtime_ns, s.st_ino) for f in files if f.exists() for s in (f.stat(),)]
     limiting = {name: value for name, value in asdict(limits).items() if name in SHAPING}
     said = json.dumps([VERSION, str(model), stamps, limiting, dtype, device, machine()], sort_keys=True)

@@ -89,7 +89,7 @@ class TorchEngine(EngineCore):
         try:
             loaded = load_known(order, known)
             self._hold(loaded)
-            self._adoption.resume(self._runner, known.packed, known.compiled)
+            self._adoption.resume(self._runner, tuple(known.packed), known.compiled)
             if not asleep:
                 self._take_again()
                 self._canary()
@@ -108,7 +108,7 @@ class TorchEngine(EngineCore):
 
     def _warm(self) -> None:
         """A first load also finds out the canary's answer."""
-        self._adoption.begin(self._runner, self._recipe.packed)
+        self._adoption.begin(self._runner, tuple(self._recipe.packed))
         self._keep_layers()
         warm_up(self._runner, self._kv, self.limits, self._recipe.rows)
         if not self._recipe.canary:

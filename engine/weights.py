@@ -1,7 +1,8 @@
 """Owns the weights' memory: given back when the model sleeps, filled again when it wakes.
 
 The host copy is the memory-mapped safetensors file: sleeping copies nothing. What a model reads every step lies in an
-arena that follows the file's own order, so that adjoining tensors are one copy, or in oneDNN's layout (``linear``).
+arena that follows the file's own order, so that adjoining tensors are one copy, or packed (``linear``): in oneDNN's
+layout, or in few bits, which a file of their own beside the others has (``quantised.grid``) or bfloat16 gives at once.
 Embedding tables on the CPU stay in the map: a step reads a few rows of them. Parameters the file holds in another
 floating dtype are converted while they are copied. Those it does not hold at all (a renamed or computed tensor) keep a
 private copy in memory, and are counted.
@@ -20,14 +21,16 @@ import mmap
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from engine.linear import PackedLinear, packable
+from engine.linear import Foldable, PackedLinear, choose, reordered
+from engine.quantised import grid
+from engine.recipe import FOLDED, Form
 from policies.errors import EngineError, LoadFailed
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
@@ -189,49 +192,59 @@ class Arena:
 
 
 class Packed:
-    """The weight of one ``Linear`` in oneDNN's layout."""
+    """The weight of one ``Linear``: reordered from its numbers (``[outputs, inputs]``), or folded."""
 
-    def __init__(self, linear: PackedLinear, source: torch.Tensor, *, filled: bool) -> None:
+    def __init__(self, linear: PackedLinear, source: torch.Tensor | Foldable, *, filled: bool) -> None:
         self._linear = linear
-        self._source = source.view(linear.weight.shape)
+        self._source = source
+        self.folded = isinstance(source, Foldable)
+        self.nbytes = source.flat.nbytes if isinstance(source, Foldable) else linear.weight.nbytes
         if filled:
             self.take_again()
-
-    @property
-    def nbytes(self) -> int:
-        return self._linear.packed_bytes
 
     def give_back(self) -> None:
         self._linear.unpack()
 
     def take_again(self) -> None:
-        self._linear.pack(self._source)
+        source, dtype = self._source, self._linear.weight.dtype
+        self._linear.pack(source.make() if isinstance(source, Foldable) else reordered(source.to(dtype)))
 
 
 class Weights:
     """The weights of one model: awake (every store filled) or asleep (every store empty)."""
 
     def __init__(
-        self, model: torch.nn.Module, path: Path, device: str, *, pack: bool = True, known: Sequence[str] | None = None
+        self,
+        model: torch.nn.Module,
+        path: Path,
+        device: str,
+        *,
+        pack: bool = True,
+        fold: bool = False,
+        known: Mapping[str, Form] | None = None,
     ) -> None:
         """Takes the tensors of ``model`` over.
 
         Args:
             pack: replace linear layers by packed ones where that is measured to be faster.
-            known: the names of the layers to pack, found out by an earlier load of the same files. ``model`` is then a
+            fold: folded ones too, where weights have few bits.
+            known: the layers to pack, found out by an earlier load of the same files. ``model`` is then a
                 skeleton: the files' tensors are taken for its own, by name, unread; and the weights are asleep.
+                KeyError when a layer cannot be folded any more.
         """
         self._files = _open(path)
+        self._folded = _open_folded(path) if fold else None
         self._stores: list[Store] = []
         self._filled = known is None
         self.private_bytes = 0
-        self.packed_layers: tuple[str, ...] = ()
+        self.packed_layers: dict[str, Form] = {}
         tensors = _owned_tensors(model)
         sources = self._sources(tensors)
+        foldable = self._foldable(model, tensors, sources) if fold else {}
         if known is not None:
-            self._pack(model, tensors, sources, {name: _linear(model, name) for name in known})
+            self._pack(model, tensors, sources, foldable, known)
         elif pack:
-            self._pack(model, tensors, sources, packable(model))
+            self._pack(model, tensors, sources, foldable, choose(model, foldable))
         if device == "cpu":
             _leave_embeddings_mapped(model, tensors, sources)
         self._place(tensors, sources, device)
@@ -244,7 +257,7 @@ class Weights:
 
     @property
     def packed(self) -> bool:
-        """Is any weight in oneDNN's layout?"""
+        """Is any weight in a form of its own?"""
         return any(isinstance(store, Packed) for store in self._stores)
 
     def sleep(self) -> None:
@@ -256,7 +269,7 @@ class Weights:
 
         EngineError, before anything is filled, when a weight file has changed.
         """
-        for file in self._files:
+        for file in [*self._files, *([self._folded] if self._folded else [])]:
             file.check()
         try:
             for store in self._stores:
@@ -284,16 +297,39 @@ class Weights:
             sources[name] = Source(private)
         return sources
 
+    def _foldable(
+        self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], sources: dict[str, Source]
+    ) -> dict[str, Foldable]:
+        """The linear layers whose weights can be had folded, by name."""
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        folded = {stored.name: stored for stored in self._folded.tensors} if self._folded else {}
+        found = {}
+        for path, module in model.named_modules():
+            weight = module.weight if type(module) is torch.nn.Linear else None
+            if weight is None or weight.dtype != torch.float32 or not grid.foldable(weight.shape):
+                continue
+            name = names[id(weight)]
+            flat, stored = sources[name].flat, folded.get(name)
+            if flat.dtype == torch.bfloat16:
+                found[path] = Foldable(flat, weight.shape[0])
+            elif stored is not None and self._folded is not None:
+                made = Foldable(self._folded.read(stored.begin, stored.end), weight.shape[0])
+                if not self._filled or _is_of(made, weight):
+                    found[path] = made
+        return found
+
     def _pack(
         self,
         model: torch.nn.Module,
         tensors: dict[str, torch.Tensor],
         sources: dict[str, Source],
-        layers: dict[str, torch.nn.Linear],
+        foldable: Mapping[str, Foldable],
+        forms: Mapping[str, Form],
     ) -> None:
-        """Replace these linear layers one by one: each plain weight is freed before the next is reordered."""
-        self.packed_layers = tuple(layers)
+        """Replace these linear layers one by one: each plain weight is freed before the next is packed."""
+        self.packed_layers = dict(forms)
         names = {id(tensor): name for name, tensor in tensors.items()}
+        layers = {path: _linear(model, path) for path in forms}
         users = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
         while layers:
             path, linear = layers.popitem()
@@ -305,7 +341,8 @@ class Weights:
             if not users[id(linear.weight)]:  # else it is an embedding table tied to the head
                 del tensors[name]
             del linear
-            self._stores.append(Packed(packed, sources[name].flat, filled=self._filled))
+            source = foldable[path] if forms[path] == "folded" else sources[name].flat.view(packed.weight.shape)
+            self._stores.append(Packed(packed, source, filled=self._filled))
 
     def _place(self, tensors: dict[str, torch.Tensor], sources: dict[str, Source], device: str) -> None:
         """Move the tensors that are left into arenas, file by file; each old copy is freed before the next is made."""
@@ -375,6 +412,24 @@ def _named_source(tensor: torch.Tensor, stored: StoredTensor, file: WeightFile) 
         return None
     flat = file.read(stored.begin, stored.end).view(FLOATS[stored.dtype])
     return Source(flat, stored.begin, file) if flat.dtype == tensor.dtype else Source(flat, file=file)
+
+
+def _open_folded(path: Path) -> WeightFile | None:
+    """What was folded when the model was converted; None: nothing, or nothing that can be read."""
+    file = path / FOLDED
+    try:
+        return WeightFile(file) if file.is_file() else None
+    except (OSError, LoadFailed, ValueError, LookupError, struct.error):
+        return None
+
+
+def _is_of(foldable: Foldable, weight: torch.Tensor) -> bool:
+    """Is this the same weight? Its first outputs say so: both were written together."""
+    inputs = weight.shape[1]
+    if foldable.width * 4 % inputs or foldable.width * 4 // inputs not in grid.LAYOUTS:
+        return False
+    first = foldable.flat.view(weight.shape[0], -1)[: grid.TILE].clone()
+    return torch.allclose(grid.unfold(first, inputs), weight[: grid.TILE], rtol=grid.TOLERANCE, atol=1e-9)
 
 
 def _linear(model: torch.nn.Module, name: str) -> torch.nn.Linear:

@@ -7,6 +7,7 @@ Downloads and conversions happen once; a directory appears in the cache only whe
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from engine.recipe import FOLDED
 from policies.errors import ConfigError, LoadFailed
 
 Progress = Callable[[str, float], None]  # what is being done; the share that is done, 0 to 1
@@ -116,7 +118,7 @@ def _demo(name: str, cache_dir: Path, progress: Progress) -> Path:
         raise ConfigError(f"no demo model {name!r}; {hint}")
     dest = cache_dir / "models" / name
     if dest.is_dir():
-        return dest
+        return _folded(dest, cache_dir, progress)
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix="fetch-") as scratch:
         gguf = Path(scratch) / f"{name}.gguf"
@@ -148,21 +150,33 @@ def _converted(gguf: Path, dest: Path, cache_dir: Path, progress: Progress) -> P
     """Convert in a subprocess, which gives its gigabytes back; one at a time per cache."""
     dest.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(cache_dir / "convert.lock"):
-        if dest.is_dir():
-            return dest
-        for stale in dest.parent.glob(f"{dest.name}.partial-*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        command = [sys.executable, "-m", "engine.convert", str(gguf), str(dest)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None and process.stderr is not None
-            for line in process.stdout:
-                said = json.loads(line)
-                share = CONVERSION_SHARE + (1 - CONVERSION_SHARE) * said["step"] / said["steps"]
-                progress(f"converting: {said['stage']}", share)
-            problem = process.stderr.read()
-        if process.returncode:
-            raise LoadFailed(f"converting {gguf.name} failed: {_last_line(problem)}")
+        if not dest.is_dir():
+            for stale in dest.parent.glob(f"{dest.name}.partial-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            _convert([gguf, dest], progress)
+    return _folded(dest, cache_dir, progress)
+
+
+def _folded(dest: Path, cache_dir: Path, progress: Progress) -> Path:
+    """One that was converted before weights were folded is folded now; it loads as well without."""
+    with FileLock(cache_dir / "convert.lock"):
+        if not (dest / FOLDED).exists():
+            with contextlib.suppress(LoadFailed):
+                _convert([dest], progress)
     return dest
+
+
+def _convert(paths: list[Path], progress: Progress) -> None:
+    command = [sys.executable, "-m", "engine.convert", *map(str, paths)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            said = json.loads(line)
+            share = CONVERSION_SHARE + (1 - CONVERSION_SHARE) * said["step"] / said["steps"]
+            progress(f"converting: {said['stage']}", share)
+        problem = process.stderr.read()
+    if process.returncode:
+        raise LoadFailed(f"converting {paths[0].name} failed: {_last_line(problem)}")
 
 
 def _name_of(path: Path) -> str:

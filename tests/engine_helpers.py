@@ -235,6 +235,22 @@ def _tiny(family: str, path: Path, **options: int) -> Path:
     return save_tiny(AutoConfig.for_model(family, **sizes, **heads, **options, bos_token_id=0, eos_token_id=1), path)
 
 
+def quantise(path: Path, bits: int = 4, group: int = 32) -> None:
+    """Put the matrices of a saved model on a grid, as a file of few bits would have them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    def on_grid(weight: torch.Tensor) -> torch.Tensor:
+        groups = weight.view(weight.shape[0], -1, group)
+        least = groups.amin(2, keepdim=True).half().float()
+        scale = ((groups.amax(2, keepdim=True) - least) / (2**bits - 1)).half().float().clamp(min=2**-14)
+        return (((groups - least) / scale).round().clamp(0, 2**bits - 1) * scale + least).view(weight.shape)
+
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({n: on_grid(t) if t.dim() == 2 else t for n, t in tensors.items()}, file, {"format": "pt"})
+
+
 def torch_engine(path: Path, limits: EngineLimits, kv_blocks: int | None = None) -> TorchEngine:
     """A loaded, warm engine; with ``kv_blocks`` its pool is cut to that many blocks after loading."""
     import torch

@@ -7,9 +7,6 @@ over blocks where they lie. Only float32; where there is no compiler, and for ot
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +14,17 @@ from typing import NamedTuple
 
 import torch
 
-from engine import code_files
+from engine import native_code
 from engine.attention import reference
 from engine.attention.kv import KVMemory, LayerShape
 from engine.attention.step import Score, Span
-from engine.recipe import machine
+from engine.native_code import NotNative
 
 SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-COMPILE_SECONDS = 60.0
 PLACE = "attention"  # in the directory for compiled code
 LEAST_OF_A_PART = 256  # tokens of a history, when threads share it
 ITEMS_PER_THREAD = 2  # from which on nothing is shared: whoever is ready takes the next
 TOLERANCE = 1e-4
-
-
-class NotNative(Exception):
-    """Why attention is computed by torch; for people."""
 
 
 class _Call(ctypes.Structure):
@@ -180,48 +171,15 @@ def _items(spans: Sequence[Span], group: int, kv_heads: int, panel_rows: int, th
 
 
 def _kernel(directory: Path, geometry: _Geometry) -> Kernel:
-    said = f"{SOURCE.read_text()} {FLAGS} {geometry} {machine()}"
-    library = directory / PLACE / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.so"
+    sizes = {"KV_HEADS": geometry.kv_heads, "BLOCK": geometry.block}
+    sizes |= {"KEY_WIDTH": geometry.key_width, "VALUE_WIDTH": geometry.value_width}
+    library = native_code.library(directory / PLACE, SOURCE, sizes)
     try:
-        if not code_files.is_as_put(library):
-            _compile(geometry, library)
         kernel = Kernel(library)
     except OSError as error:
         raise NotNative(f"{type(error).__name__}: {error}") from error
     _check(kernel, geometry)
     return kernel
-
-
-def _compile(geometry: _Geometry, library: Path) -> None:
-    compiler = code_files.compiler()
-    if compiler is None:
-        raise NotNative(code_files.NO_COMPILER)
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not code_files.only_ours(library.parent):
-        raise NotNative(f"others can write to {library.parent}")
-    sizes = {"KV_HEADS": geometry.kv_heads, "BLOCK": geometry.block}
-    sizes |= {"KEY_WIDTH": geometry.key_width, "VALUE_WIDTH": geometry.value_width}
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=library.parent) as made:
-        fresh = Path(made) / "made.so"
-        command = [
-            compiler,
-            *FLAGS,
-            *(f"-D{name}={size}" for name, size in sizes.items()),
-            str(SOURCE),
-            "-o",
-            str(fresh),
-        ]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise NotNative(f"{compiler} took more than {COMPILE_SECONDS:.0f} s") from error
-        if done.returncode:
-            raise NotNative(f"{compiler} ended with {done.returncode}: {_first_line(done.stderr)}")
-        code_files.put(fresh, library)
-
-
-def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")[:200]
 
 
 def _check(kernel: Kernel, geometry: _Geometry) -> None:

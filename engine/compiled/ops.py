@@ -1,4 +1,4 @@
-"""Owns the two things that compiled code calls back for: attention, and products with weights in oneDNN's layout.
+"""Owns the two things that compiled code calls back for: attention, and products with packed weights.
 
 A compiled layer is the same for all layers of its kind, so it does not know which one it is: ``running`` says so.
 """
@@ -12,6 +12,7 @@ import torch
 
 from engine.attention.paged import current_step
 from engine.attention.step import Score
+from engine.linear import product
 
 running: ContextVar[tuple[int, Score]] = ContextVar("running")  # the layer, and how it forms its scores
 
@@ -27,11 +28,6 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return step.attend(layer, query, key, value, score)
 
 
-def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return out
-
-
 def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return query.new_empty(query.shape[1], query.shape[0], value.shape[2])
 
@@ -41,8 +37,8 @@ def _linear_shape(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 _LIBRARY.impl("attend", _attend, "CPU")
-_LIBRARY.impl("linear", _linear, "CPU")
-_LIBRARY.impl("linear", _linear, "MkldnnCPU")  # as which a reordered weight is dispatched
+_LIBRARY.impl("linear", product, "CPU")
+_LIBRARY.impl("linear", product, "MkldnnCPU")  # as which a reordered weight is dispatched
 for name, shape in (("attend", _attend_shape), ("linear", _linear_shape)):  # what an export knows of them
     torch.library.register_fake(f"orchestrator::{name}", shape, lib=_LIBRARY)
 

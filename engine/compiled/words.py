@@ -40,7 +40,7 @@ class LayerCode:
     library: str  # file
     sha256: str
     inputs: tuple[tuple[str, ...], ...]  # where the call has its tensors: ("0",), ("position_embeddings", "1")
-    packed: tuple[str, ...]  # linear layers in oneDNN's layout, whose weights follow
+    packed: tuple[str, ...]  # linear layers whose packed weights follow
     tensors: tuple[str, ...]  # parameters and buffers, which follow then
     in_tuple: bool  # the layer returns (hidden states,)
 

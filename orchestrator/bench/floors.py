@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.bench.report import Section, section
-from orchestrator.bench.workers import FLOOR, floor_products, measured, our_engine
+from orchestrator.bench.workers import FLOOR, floor_products, measured, our_engine, plain_model
 
 DECODING_ROWS = (1, 8, 16)
 HISTORY = 120  # tokens of each decoding request
@@ -48,7 +48,7 @@ def _measure(path: Path, shared: Path) -> dict[str, Any]:
 
     engine = our_engine(path, shared, max_running=OVERHEAD_ROWS, step_tokens=PROMPT)
     torch.set_num_threads(engine._governor._threads)
-    floor = floor_products(engine._runner.model)
+    floor = floor_products(plain_model(path))
     seen: dict[str, Any] = {"threads": torch.get_num_threads(), "items": {}}
     for rows in DECODING_ROWS:
         name = f"decode_floor_{rows}"

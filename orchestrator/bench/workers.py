@@ -153,7 +153,7 @@ def _ours(path: Path, shared: Path) -> Run:
     return run
 
 
-def _model(path: Path) -> Any:
+def plain_model(path: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -173,7 +173,7 @@ def _generate(path: Path, *, together: bool) -> Run:
     """transformers' ``generate`` over left-padded batches, or prompt by prompt."""
     import torch
 
-    model = _model(path)
+    model = plain_model(path)
 
     def run(load: Load) -> Measured:
         waiting = prompts(load)
@@ -199,7 +199,7 @@ def _continuous(path: Path, _: Path) -> Run:
     """transformers' own continuous batching."""
     from transformers import GenerationConfig
 
-    model = _model(path)
+    model = plain_model(path)
     model.set_attn_implementation("paged|sdpa")
 
     def run(load: Load) -> Measured:
@@ -215,18 +215,18 @@ def _continuous(path: Path, _: Path) -> Run:
 
 
 def floor_products(model: Any) -> Callable[[int, int], None]:
-    """The model's matrix products alone, in the fastest form, of so many rows and so many sampled ones."""
+    """The matrix products of a plain model alone, in torch's fastest form, of so many rows and so many sampled ones."""
     import torch
 
     from engine import linear
 
     forms: dict[int, Any] = {}
-    for layer in linear.packable(model).values():
+    for name in linear.choose(model, {}):
+        layer = model.get_submodule(name)
         forms[id(layer)] = linear.PackedLinear(layer)
-        forms[id(layer)].pack(layer.weight)
+        forms[id(layer)].pack(linear.reordered(layer.weight))
     head = model.get_output_embeddings()
-    kinds = (torch.nn.Linear, linear.PackedLinear)
-    body = [forms.get(id(m), m) for m in model.modules() if isinstance(m, kinds) and m is not head]
+    body = [forms.get(id(m), m) for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     last = forms.get(id(head), head)
 
     def products(rows: int, sampled: int) -> None:
@@ -240,7 +240,7 @@ def floor_products(model: Any) -> Callable[[int, int], None]:
 
 def _floor(path: Path, _: Path) -> Run:
     """Each prompt once, then every row of every step."""
-    products = floor_products(_model(path))
+    products = floor_products(plain_model(path))
 
     def run(load: Load) -> Measured:
         begin = time.perf_counter()

@@ -133,7 +133,7 @@ def test_a_recipe_that_is_no_good_is_thrown_away_and_the_load_finds_out_again(da
             elif damage == "wrong canary":
                 told["canary"] = [(token + 1) % 320 for token in told["canary"]]
             else:
-                told["packed"] = ["model.layers.7.mlp.gate_proj"]
+                told["packed"] = {"model.layers.7.mlp.gate_proj": "reordered"}
             file.write_text(json.dumps(told))
     engine = engine_of(model)
     engine.load()

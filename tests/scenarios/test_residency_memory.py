@@ -243,7 +243,7 @@ def _garble(host: EngineHost) -> None:
     """The next wake brings back other weights than the load did."""
     import torch
 
-    from engine.linear import PackedLinear
+    from engine.linear import PackedLinear, reordered
     from engine.torch_engine import TorchEngine
     from engine.weights import Arena
 
@@ -255,8 +255,7 @@ def _garble(host: EngineHost) -> None:
         wake()
         for module in engine._runner.model.modules():
             if isinstance(module, PackedLinear):
-                assert module._packed is not None
-                module.pack(module._packed.to_dense() * -1.3)
+                module.pack(reordered(module.dense() * -1.3))
         for store in engine._weights._stores:
             if isinstance(store, Arena):
                 store.bytes.view(torch.float32).mul_(-1.3)

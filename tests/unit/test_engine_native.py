@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import code_files
+from engine import code_files, native_code
 from engine.attention import native
 from engine.attention.kv import KVMemory, LayerShape
-from engine.attention.native import NativeAttention, NativeStep, NotNative
+from engine.attention.native import NativeAttention, NativeStep
 from engine.attention.step import Score, Span
+from engine.native_code import NotNative
 from tests.attention_cases import Case, Part, answers
 
 BREAKS = {
@@ -30,9 +31,9 @@ BREAKS = {
     "test_code_that_others": ("engine/code_files.py", "return only_ours(library.parent) and", "return"),
     "test_a_kernel_that_is_wrong": ("engine/attention/native.py", "if not torch.allclose(", "if torch.isnan("),
 }
-NARROW = (*native.FLAGS, "-mno-avx512f")  # vectors of eight, as on a processor that has no wider ones
+NARROW = (*native_code.FLAGS, "-mno-avx512f")  # vectors of eight, as on a processor that has no wider ones
 AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
-WIDTHS = [native.FLAGS, *([NARROW] if AVX512 else [])]
+WIDTHS = [native_code.FLAGS, *([NARROW] if AVX512 else [])]
 
 parts = st.builds(Part, st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 90)), st.booleans(), st.booleans())
 cases = st.builds(
@@ -62,18 +63,18 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def step(code: Path, flags: tuple[str, ...] = native.FLAGS) -> object:
+def step(code: Path, flags: tuple[str, ...] = native_code.FLAGS) -> object:
     def made(kv: KVMemory, spans: list[Span]) -> NativeStep:
         (layer,) = kv.keys
         shape = LayerShape(kv.keys[layer].shape[1], kv.keys[layer].shape[2], kv.values[layer].shape[2])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "FLAGS", flags)
+            patch.setattr(native_code, "FLAGS", flags)
             return NativeAttention(code, {layer: shape}, spans[0].block_size, torch.float32).step(kv, spans)
 
     return made
 
 
-def compare(case: Case, code: Path, flags: tuple[str, ...] = native.FLAGS) -> None:
+def compare(case: Case, code: Path, flags: tuple[str, ...] = native_code.FLAGS) -> None:
     torch.testing.assert_close(*answers(case, step(code, flags)), rtol=2e-5, atol=2e-5)  # type: ignore[arg-type]
 
 
@@ -163,7 +164,7 @@ def test_without_a_compiler_it_says_so(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "FLAGS", ("-no-such-flag",))
+    monkeypatch.setattr(native_code, "FLAGS", ("-no-such-flag",))
     with pytest.raises(NotNative, match=r"ended with 1: .*no-such-flag"):
         NativeAttention(tmp_path, LAYERS, 16, torch.float32)
     assert not list((tmp_path / "attention").iterdir())
