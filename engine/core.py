@@ -124,6 +124,10 @@ class EngineCore(ABC):
         """What computes it; "": there is none."""
         return ""
 
+    def _said_of_weights(self) -> str:
+        """In which forms their matrices are; "": there are none."""
+        return ""
+
     def _begin(self, report: LoadReport, decoder: Decoder, eos: frozenset[int], vocabulary: int) -> None:
         self.report = report
         self._decoder, self._eos, self._vocabulary = decoder, eos, vocabulary
@@ -363,6 +367,7 @@ class EngineCore(ABC):
             preemptions=self._scheduler.preemptions,
             layers=self._said_of_layers(),
             attention=self._said_of_attention(),
+            weights=self._said_of_weights(),
             steps=self._counts["steps"],
             sessions=self._kv_cache.sessions.whole(self._kv_cache.kept),
             tenants_waiting=tuple(sorted(waiting.items())),

@@ -8,6 +8,7 @@ weight's place: there is no second copy, and waking fills it straight from a map
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,9 +19,10 @@ from engine.device import seconds_of
 from engine.quantised import grid, native
 from engine.recipe import Form
 
+Product = Callable[[torch.Tensor], object]  # of rows, with one weight
 MEASURED_ROWS = (1, 8, 32)  # one stream, a batch of decodes, a piece of a prompt
-SAMPLES = 3
-SMALL, OTHERS = 1 << 18, 1 << 25  # bytes of a weight; and of what a step reads before it comes to it again
+SAMPLES = 5
+SMALL, OTHERS = 1 << 18, 1 << 24  # bytes of a weight; and of what a step reads before it comes to it again
 CLEARLY_SLOWER = 1.25  # over all of them: below, measurements would say now this, now that, and nothing compiled fit
 
 
@@ -111,30 +113,35 @@ def _fastest(weight: torch.Tensor, foldable: Foldable | None) -> Form | None:
 
     None is the plain one. A later form is taken unless it is clearly slower.
     """
-    forms: list[tuple[Form, torch.Tensor]] = []
+    forms: dict[Form | None, Product] = {None: lambda rows: F.linear(rows, weight)}
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        forms.append(("reordered", reordered(weight)))
+        in_its_layout = reordered(weight)
+        forms["reordered"] = lambda rows: product(rows, in_its_layout, None)
     if foldable is not None:
-        forms.append(("folded", foldable.make()))
-    best, chosen = _seconds(weight, lambda rows: F.linear(rows, weight)), None
-    for form, packed in forms:
-        seconds = _seconds(weight, lambda rows, packed=packed: product(rows, packed, None))  # type: ignore[misc]
+        folded = foldable.make()
+        forms["folded"] = lambda rows: product(rows, folded, None)
+    best, chosen = math.inf, None
+    for form, seconds in _seconds(weight, forms).items():
         if seconds < CLEARLY_SLOWER * best:
             best, chosen = min(best, seconds), form
     return chosen
 
 
-def _seconds(weight: torch.Tensor, work: Callable[[torch.Tensor], object]) -> float:
-    """Multiplied over all row counts, so that each has the same say. A large weight comes from memory, as in a step."""
+def _seconds(weight: torch.Tensor, forms: Mapping[Form | None, Product]) -> dict[Form | None, float]:
+    """Multiplied over all row counts, so that each has the same say.
+
+    Forms take turns, as a neighbour may be busy for a while, and a large weight comes from memory, as in a step.
+    """
     others = torch.zeros(OTHERS if weight.nbytes > SMALL else 0, dtype=torch.uint8)
-    total = 1.0
+    total = dict.fromkeys(forms, 1.0)
     with torch.inference_mode():
         for count in MEASURED_ROWS:
             rows = torch.ones(count, weight.shape[1])
-            total *= min(_seconds_after(others, rows, work) for _ in range(SAMPLES))
+            fastest = dict.fromkeys(forms, math.inf)
+            for _ in range(SAMPLES):
+                for form, work in forms.items():
+                    others += 1
+                    fastest[form] = min(fastest[form], seconds_of(lambda work=work, rows=rows: work(rows)))  # type: ignore[misc]
+            for form in forms:
+                total[form] *= fastest[form]
     return total
-
-
-def _seconds_after(others: torch.Tensor, rows: torch.Tensor, work: Callable[[torch.Tensor], object]) -> float:
-    others += 1
-    return seconds_of(lambda: work(rows))

@@ -213,6 +213,7 @@ class EngineStats:
     steps: int = 0
     layers: str = ""  # compiled, or why not
     attention: str = ""  # what computes it, and why nothing faster
+    weights: str = ""  # in which forms their matrices are
     sessions: int = 0  # whose KV, to its last full block, is still on the device
     tenants_waiting: tuple[tuple[str, int], ...] = ()
 

@@ -157,6 +157,9 @@ class TorchEngine(EngineCore):
     def _said_of_attention(self) -> str:
         return self._runner.attention
 
+    def _said_of_weights(self) -> str:
+        return self._weights.said
+
     def lend_core(self, lent: bool) -> None:
         self._governor.lent = lent
 

@@ -256,6 +256,13 @@ class Weights:
         return sum(store.nbytes for store in self._stores)
 
     @property
+    def said(self) -> str:
+        """In which forms the linear layers' matrices are, for people."""
+        forms = Counter(self.packed_layers.values())
+        words = {"folded": "in the few bits they came in", "reordered": "in oneDNN's layout"}
+        return ", ".join(f"{forms[form]} matrices {words[form]}" for form in sorted(forms)) or "plain"
+
+    @property
     def packed(self) -> bool:
         """Is any weight in a form of its own?"""
         return any(isinstance(store, Packed) for store in self._stores)

@@ -116,7 +116,9 @@ class ModelConfig(Section):
     max_running: int = Field(16, ge=1, description="most generations in one step")
     max_waiting: int = Field(256, ge=1, description="most generations waiting in the engine, and for the model")
     ordering: str = Field("priority", description="who runs first: priority (tier, then arrival), fcfs or sjf")
-    compile_layers: bool = Field(True, description="on the CPU: attention at the first load, layers by another process")
+    compile_layers: bool = Field(
+        True, description="on the CPU: attention and products at the first load, layers by another process"
+    )
     kv_host: ByteSize = Field(ByteSize(0), description="of memory: for KV that left the device")
     replicas: int = Field(1, ge=1, le=64, description="hosts; those after the first only when bytes are to spare")
     aliases: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field((), description="other names for it in requests")

@@ -47,7 +47,7 @@ def _host(host: dict[str, Any], events: Sequence[dict[str, Any]], now: float) ->
     took = [f"{host[f'{verb}_seconds']:.1f} s to {verb}" for verb in ("load", "wake") if host.get(f"{verb}_seconds")]
     if took:
         yield f"  took {' and '.join(took)}, the last time"
-    for what in ("layers", "attention"):
+    for what in ("layers", "attention", "weights"):
         if host.get("stats", {}).get(what):
             yield f"  {what}: {host['stats'][what]}"
     yield f"  {_stays(host, now)}"

@@ -92,6 +92,7 @@ def test_few_bits_answer_as_the_model_does_asleep_compiled_and_loaded_again(
     expected = plain_answer(model)
     engine = loaded(model, code)
     assert forms(engine) == {"folded"}
+    assert engine.stats().weights == "15 matrices in the few bits they came in"
     assert answer(engine) == expected
     assert engine.settle() == "compiled"
     assert answer(engine, "b") == expected
@@ -165,8 +166,7 @@ def test_a_form_is_taken_unless_it_is_clearly_slower(
     plain: float, reordered: float, folded: float, chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    told = iter([plain, reordered, folded])
-    monkeypatch.setattr(linear, "_seconds", lambda *_: next(told))
+    monkeypatch.setattr(linear, "_seconds", lambda *_: {None: plain, "reordered": reordered, "folded": folded})
     weight = torch.ones(32, 32)
     assert linear._fastest(weight, Foldable(weight.bfloat16().view(-1), 32)) == chosen
 
