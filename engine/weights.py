@@ -319,7 +319,7 @@ class Weights:
             flat, stored = sources[name].flat, folded.get(name)
             if flat.dtype == torch.bfloat16:
                 found[path] = Foldable(flat, weight.shape[0])
-            elif stored is not None and self._folded is not None:
+            elif self._folded is not None and stored is not None and _may_be_of(stored, weight):
                 made = Foldable(self._folded.read(stored.begin, stored.end), weight.shape[0])
                 if not self._filled or _is_of(made, weight):
                     found[path] = made
@@ -425,18 +425,30 @@ def _open_folded(path: Path) -> WeightFile | None:
     """What was folded when the model was converted; None: nothing, or nothing that can be read."""
     file = path / FOLDED
     try:
-        return WeightFile(file) if file.is_file() else None
-    except (OSError, LoadFailed, ValueError, LookupError, struct.error):
+        found = WeightFile(file) if file.is_file() else None
+        inside = found is not None and all(0 <= t.begin <= t.end <= found.nbytes for t in found.tensors)
+    except (OSError, LoadFailed, ValueError, LookupError, TypeError, AttributeError, struct.error):
         return None
+    return found if inside else None
+
+
+def _may_be_of(stored: StoredTensor, weight: torch.Tensor) -> bool:
+    """Has it the dtype and size of this weight, folded?"""
+    outputs, inputs = weight.shape
+    fits = stored.dtype == "U8" and grid.is_folded(stored.shape, outputs, inputs)
+    return fits and stored.end - stored.begin == stored.shape[0] * stored.shape[1]
 
 
 def _is_of(foldable: Foldable, weight: torch.Tensor) -> bool:
-    """Is this the same weight? Its first outputs say so: both were written together."""
-    inputs = weight.shape[1]
-    if foldable.width * 4 % inputs or foldable.width * 4 // inputs not in grid.LAYOUTS:
-        return False
-    first = foldable.flat.view(weight.shape[0], -1)[: grid.TILE].clone()
-    return torch.allclose(grid.unfold(first, inputs), weight[: grid.TILE], rtol=grid.TOLERANCE, atol=1e-9)
+    """Is this the same weight? Its first, middle and last outputs say so: both files were written together."""
+    outputs, inputs = weight.shape
+    rows = foldable.flat.view(outputs, -1)
+    for tile in {0, outputs // grid.TILE // 2, outputs // grid.TILE - 1}:
+        some = slice(tile * grid.TILE, (tile + 1) * grid.TILE)
+        off = (grid.unfold(rows[some].clone(), inputs) - weight[some]).abs().amax(1)
+        if not bool((off <= 4 * grid.TOLERANCE * weight[some].abs().amax(1)).all()):
+            return False
+    return True
 
 
 def _linear(model: torch.nn.Module, name: str) -> torch.nn.Linear:

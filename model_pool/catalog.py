@@ -159,10 +159,13 @@ def _converted(gguf: Path, dest: Path, cache_dir: Path, progress: Progress) -> P
 
 def _folded(dest: Path, cache_dir: Path, progress: Progress) -> Path:
     """One that was converted before weights were folded is folded now; it loads as well without."""
-    with FileLock(cache_dir / "convert.lock"):
+    if (dest / FOLDED).exists():
+        return dest
+    with contextlib.suppress(LoadFailed, OSError), FileLock(cache_dir / "convert.lock"):
+        for left in dest.glob(f"{FOLDED}.partial-*"):  # by one that was killed
+            left.unlink()
         if not (dest / FOLDED).exists():
-            with contextlib.suppress(LoadFailed):
-                _convert([dest], progress)
+            _convert([dest], progress)
     return dest
 
 

@@ -42,6 +42,14 @@ class Grid(NamedTuple):
     offset: torch.Tensor  # [outputs, groups], float32
 
 
+def is_folded(shape: tuple[int, ...], outputs: int, inputs: int) -> bool:
+    """Is this the shape of such a weight, folded?"""
+    if len(shape) != 2 or shape[0] != outputs or shape[1] * 4 % inputs:
+        return False
+    found = LAYOUTS.get(shape[1] * 4 // inputs)
+    return found is not None and inputs % found.group == 0
+
+
 def layout(folded: torch.Tensor, inputs: int) -> Layout:
     """Of a weight folded to ``folded`` (``[outputs, bytes]``); LookupError for none of ours."""
     return LAYOUTS[folded.shape[1] * 4 // inputs]
@@ -49,7 +57,7 @@ def layout(folded: torch.Tensor, inputs: int) -> Layout:
 
 def foldable(shape: torch.Size) -> bool:
     """Can a weight of this shape (``[outputs, inputs]``) lie in tiles?"""
-    return len(shape) == 2 and shape[0] % TILE == 0
+    return len(shape) == 2 and shape.numel() > 0 and shape[0] % TILE == 0
 
 
 def fold(weight: torch.Tensor) -> torch.Tensor | None:
@@ -115,7 +123,7 @@ def _grid(groups: torch.Tensor) -> Grid | None:
         above = groups[rest].double() - least[rest]
         code = (above / width).round()
         off = (code * width - above).abs().amax(1, keepdim=True)
-        fits = ((levels <= MOST_LEVELS) & (off <= allowed[rest]))[:, 0]
+        fits = ((code.amax(1, keepdim=True) <= MOST_LEVELS) & (off <= allowed[rest]))[:, 0]
         scale[rest[fits]] = width[fits, 0]
         codes[rest[fits]] = code[fits].to(torch.uint8)
         rest = rest[~fits]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
 
 from engine import linear
 from engine.convert import fold
@@ -30,6 +31,8 @@ BREAKS = {
     "test_a_file_written_over": ("engine/weights.py", "*([self._folded] if self._folded else [])", ""),
     "test_without_a_compiler": ("engine/torch_engine.py", "LoadFailed, KeyError,", "LoadFailed,"),
     "test_a_form_is_taken": ("engine/linear.py", "min(best, seconds), form", "seconds, form"),
+    "test_a_file_with_something_odd": ("engine/weights.py", "and _may_be_of(stored, weight):", "is not None:"),
+    "test_one_that_is_folded": ("model_pool/catalog.py", "    if (dest / FOLDED).exists():\n        return dest\n", ""),
     "test_a_model_converted_before": ("model_pool/catalog.py", "if not (dest / FOLDED).exists():", "if False:"),
 }
 
@@ -108,6 +111,7 @@ def test_few_bits_answer_as_the_model_does_asleep_compiled_and_loaded_again(
     assert again.stats().layers == "compiled" or stored != "4 bits"
     assert answer(again) == expected
     assert again.report.weight_bytes == engine.report.weight_bytes
+    again.close()
 
 
 def test_a_file_that_is_of_other_weights_is_not_used(model: Path, code: Path) -> None:
@@ -132,6 +136,35 @@ def test_a_file_that_cannot_be_read_is_not_used(damage: str, model: Path, code: 
     engine.close()
 
 
+def reshaped(folded: torch.Tensor) -> torch.Tensor:
+    return torch.cat([folded.reshape(-1), folded.reshape(-1)[:1]])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        reshaped,
+        lambda folded: folded[:0],
+        lambda folded: folded[:32],
+        lambda folded: folded.view(torch.float32),
+        lambda folded: torch.cat([folded, folded], 1),
+        lambda folded: torch.cat([folded[:32], torch.randint(0, 99, folded[32:].shape, dtype=torch.uint8)]),
+        lambda folded: torch.full_like(folded, 255),
+    ],
+    ids=["a byte more", "empty", "fewer outputs", "floats", "wider", "another end", "all ones"],
+)
+def test_a_file_with_something_odd_in_it_is_not_used(
+    odd: Callable[[torch.Tensor], torch.Tensor], model: Path, code: Path
+) -> None:
+    name = "model.layers.0.mlp.gate_proj.weight"
+    folded = load_file(model / FOLDED)
+    save_file({**folded, name: odd(folded[name]).contiguous()}, model / FOLDED)
+    engine = loaded(model, code)
+    assert engine._weights.packed_layers[name.removesuffix(".weight")] == "reordered"
+    assert answer(engine) == plain_answer(model)
+    engine.close()
+
+
 def test_a_file_written_over_while_the_model_sleeps_is_noticed_when_it_wakes(model: Path, code: Path) -> None:
     engine = loaded(model, code)
     engine.sleep()
@@ -152,6 +185,7 @@ def test_without_a_compiler_what_was_folded_at_an_earlier_load_is_loaded_anew(
     engine = loaded(model, tmp_path / "other code")
     assert forms(engine) == {"reordered"}
     assert answer(engine) == expected
+    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -214,3 +248,20 @@ def test_a_model_converted_before_is_folded_when_it_is_resolved_and_serves_as_we
     damage(dest)
     assert resolve("demo:smollm2-135m-instruct", tmp_path, silent) == dest
     assert (dest / FOLDED).exists() == ((dest / "model.safetensors").stat().st_size > 100)
+
+
+def test_one_that_is_folded_waits_for_no_other_conversion_and_needs_no_right_to_write(model: Path) -> None:
+    dest = model.parent / "models" / "smollm2-135m-instruct"
+    dest.parent.mkdir()
+    model.rename(dest)
+    with FileLock(model.parent / "convert.lock"):
+        assert resolve("demo:smollm2-135m-instruct", model.parent, silent) == dest
+
+
+def test_what_a_killed_fold_left_is_gone(model: Path) -> None:
+    dest = model.parent / "models" / "smollm2-135m-instruct"
+    dest.parent.mkdir()
+    model.rename(dest)
+    (dest / FOLDED).rename(dest / f"{FOLDED}.partial-1")
+    resolve("demo:smollm2-135m-instruct", model.parent, silent)
+    assert [file.name for file in dest.glob(f"{FOLDED}*")] == [FOLDED]

@@ -23,6 +23,7 @@ BREAKS = {
         "LANES, read[n][v]);",
         "LANES, read[n][v] * 1.0000002f);",
     ),
+    "test_numbers_next_to": ("engine/quantised/grid.py", "code.amax(1, keepdim=True)", "levels"),
     "test_a_kernel_that_is_wrong": ("engine/quantised/native.py", "if not off < TOLERANCE", "if off != off"),
 }
 AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
@@ -98,6 +99,18 @@ def test_what_lies_on_no_grid_stays_as_it_is() -> None:
 @pytest.mark.parametrize("shape", [(40, 64), (64, 40), (16, 32)])
 def test_shapes_that_fill_no_tiles_stay_as_they_are(shape: tuple[int, int]) -> None:
     assert grid.fold(torch.zeros(shape)) is None
+
+
+def test_numbers_next_to_nothing_never_wrap_around() -> None:
+    least = 2.0**-149
+    weight = torch.tensor([0, 3 * least, 10 * least, 379 * least]).repeat(32, 8)
+    folded = grid.fold(weight)
+    assert folded is None or torch.equal(grid.unfold(folded, 32), weight)
+
+
+def test_a_weight_of_no_numbers() -> None:
+    assert grid.fold(torch.zeros(32, 0)) is None
+    assert grid.fold(torch.zeros(0, 32)) is None
 
 
 def test_a_weight_of_one_number() -> None:
