@@ -1,7 +1,7 @@
 """A storm of requests over three models with room for one real one, while processes are killed: nothing is lost.
 
     python -m tests.acceptance.swap_storm            500 requests of 20 clients; 3 hosts and the controller killed
-    python -m tests.acceptance.swap_storm --quick     40 requests of 6 clients; 1 host and the controller killed
+    python -m tests.acceptance.swap_storm --quick     28 requests of 6 clients; 1 host and the controller killed
     python -m tests.acceptance.swap_storm --json      one object instead of the table
 
 Two real models and a tiny one of random weights, tenants of three tiers, some requests turns of a session, some clients
@@ -88,7 +88,7 @@ print(json.dumps([None if answer is None else answer.message for answer in answe
 
 FULL = Size(500, 20, 8, 8, ((0.15, "host"), (0.35, "host"), (0.5, "controller"), (0.7, "host")))
 # a host that dies while it loads is a failed load, and all who wait for it are refused: too many of a few requests
-QUICK = Size(40, 6, 3, 1, ((0.25, "host that is up"), (0.6, "controller")))
+QUICK = Size(28, 6, 3, 1, ((0.25, "host that is up"), (0.6, "controller")))
 
 
 # -- undisturbed answers ---------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="40 requests of 6 clients, 2 kills")
+    parser.add_argument("--quick", action="store_true", help="28 requests of 6 clients, 2 kills")
     parser.add_argument("--seed", type=int, default=3, help="of requests, cancels and victims")
     parser.add_argument("--json", action="store_true", help="one object instead of the table")
     add_state_dir(parser)
