@@ -197,7 +197,6 @@ class Packed:
     def __init__(self, linear: PackedLinear, source: torch.Tensor | Foldable, *, filled: bool) -> None:
         self._linear = linear
         self._source = source
-        self.folded = isinstance(source, Foldable)
         self.nbytes = source.flat.nbytes if isinstance(source, Foldable) else linear.weight.nbytes
         if filled:
             self.take_again()

@@ -21,7 +21,7 @@ from engine.memory import PROCESS_ENVIRONMENT
 from policies.errors import OrchestratorError
 
 MEMORY_BYTES = 3 * 2**30
-FLOOR = "the same matrix products in their fastest form, and nothing else"
+FLOOR = "the same matrix products as torch multiplies them fastest, and nothing else"
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,12 +143,11 @@ SLEEPER = """
 """
 
 
+@pytest.mark.parametrize("form", ["plain"], indirect=True)  # a process of its own takes what it can have folded
 @pytest.mark.parametrize(("stored", "kept"), [("float32", 1), ("bfloat16", 1), ("4 bits", 0.1875)])
 def test_sleeping_gives_the_weights_bytes_back_to_the_machine(
-    stored: str, kept: float, form: str, tmp_path: Path, code: Path
+    stored: str, kept: float, tmp_path: Path, code: Path
 ) -> None:
-    if form != "plain":
-        pytest.skip("a process of its own, which measures for itself")
     dtype = "bfloat16" if stored == "bfloat16" else "float32"
     path = save_tiny(config(hidden_size=512, intermediate_size=2048, num_hidden_layers=4), tmp_path, dtype)
     if stored == "4 bits":
